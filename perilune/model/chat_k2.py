@@ -1,0 +1,69 @@
+"""The chat format of Kimi K2 and Kimi Linear, as segments: role, then text, between `<|im_…|>` tokens.
+
+The same safety rule as in `chat.py`: control tokens alone are special, everything from outside is plain text. Calls are
+numbered from 0 through the whole conversation and named `functions.NAME:NUMBER`; a result repeats that name. These
+models have no think channel, so thinking is not rendered, and no default system message is added.
+
+Source: K2 chat template. Only rendering is here; a parser is not needed to serve these models' plain text.
+"""
+
+from collections.abc import Sequence
+
+from perilune.errors import UserError
+from perilune.model.chat_messages import AssistantMessage, Message, SystemMessage, ToolCall, ToolDeclaration, ToolMessage, UserMessage
+from perilune.model.json_text import compact_json
+from perilune.model.vocabulary import Segment
+from perilune.model.xtml import control, plain
+
+
+def render_k2(messages: Sequence[Message], tools: Sequence[ToolDeclaration] = (), add_generation_prefix: bool = True) -> list[Segment]:
+    """The whole prompt for the next assistant message. Targets are an assistant's text and calls through `<|im_end|>`.
+
+    Raises `UserError` for a message this format has no place for (options, tools declared later, an incomplete call).
+    """
+    segments: list[Segment] = []
+    if tools:
+        declared = [
+            {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters}}
+            for tool in tools
+        ]
+        segments += [*_opened("system", "tool_declare"), *plain(compact_json(declared)), control("<|im_end|>")]
+    first_number = next_number = 0
+    for message in messages:
+        match message:
+            case SystemMessage() | UserMessage():
+                role = "system" if isinstance(message, SystemMessage) else "user"
+                segments += [*_opened(role, message.name or role), *plain(message.content)]
+            case AssistantMessage():
+                first_number, next_number = next_number, next_number + len(message.tool_calls)
+                segments += [*_opened("assistant", "assistant"), *plain(message.response, message.learn)]
+                segments += _calls(message.tool_calls, first_number, message.learn)
+            case ToolMessage():
+                identity = f"functions.{message.tool}:{first_number + message.index - 1}"
+                segments += [*_opened("system", "tool"), *plain(f"## Return of {identity}\n{message.content}")]
+            case _:
+                raise UserError(f"the K2 chat format has no place for a {type(message).__name__}: leave it out, or use a K3 model")
+        segments.append(control("<|im_end|>", isinstance(message, AssistantMessage) and message.learn))
+    return segments + (_opened("assistant", "assistant") if add_generation_prefix else [])
+
+
+def _opened(role: str, name: str) -> list[Segment]:
+    return [control(f"<|im_{role}|>"), *plain(name), control("<|im_middle|>")]
+
+
+def _calls(calls: Sequence[ToolCall], first_number: int, learn: bool) -> list[Segment]:
+    if not calls:
+        return []
+    segments = [control("<|tool_calls_section_begin|>", learn)]
+    for number, call in enumerate(calls, start=first_number):
+        if call.incomplete:
+            raise UserError(f"call {call.index} ({call.name}) was cut off: drop it from the conversation")
+        arguments = call.arguments if isinstance(call.arguments, str) else compact_json(call.arguments)
+        segments += [
+            control("<|tool_call_begin|>", learn),
+            *plain(f"functions.{call.name}:{number}", learn),
+            control("<|tool_call_argument_begin|>", learn),
+            *plain(arguments, learn),
+            control("<|tool_call_end|>", learn),
+        ]
+    return [*segments, control("<|tool_calls_section_end|>", learn)]
