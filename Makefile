@@ -8,7 +8,7 @@ ARGS ?=
 
 help:
 	@echo "make setup   make .venv and install everything (PYTHON, TORCH_SPEC, TORCH_INDEX choose others)"
-	@echo "make demo    the whole loop on this machine: train, post-train, distil, serve; writes runs/demo/report.html"
+	@echo "make demo    train a small K3 on this machine; runs/demo keeps the model, and another make demo goes on from there"
 	@echo "make test    the tests, with lint and type checks (ARGS='-k name' runs some)"
 	@echo "make check   lint, formatting and types only"
 	@echo "make bench   every benchmark (one: .venv/bin/perilune bench NAME)"
@@ -19,7 +19,7 @@ setup:
 	@PYTHON="$(PYTHON)" tools/setup.sh
 
 demo: setup
-	.venv/bin/perilune demo $(ARGS)
+	.venv/bin/perilune train k3-tiny-stdlib --out runs/demo $(if $(wildcard runs/demo/recipe.json),--resume)
 
 test: setup
 	$(RUN) pytest $(ARGS)

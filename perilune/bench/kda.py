@@ -74,8 +74,15 @@ def _training_rate(shape: _Shape, runs: int) -> Figure:
         low, high = numpy.quantile(rates, (0.1, 0.9))
         label = f"{shape} fp32 forward+backward, chunk {chunk}"
         figure = Figure(
-            "portable_small_tokens_per_s", float(numpy.median(rates)), "tokens/s", "higher", label, SMALL_GOAL, spread=(float(low), float(high)), runs=len(rates),
-        )  # fmt: skip
+            "portable_small_tokens_per_s",
+            float(numpy.median(rates)),
+            "tokens/s",
+            "higher",
+            label,
+            SMALL_GOAL,
+            spread=(float(low), float(high)),
+            runs=len(rates),
+        )
         if best is None or figure.value > best.value:  # type: ignore[operator]
             best = figure
     assert best is not None

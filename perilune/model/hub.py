@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from perilune.errors import UserError
-from perilune.model.config import ModelConfig, config_to_json, read_config
+from perilune.model.config import ModelConfig
 from perilune.model.decoder import Decoder
+from perilune.model.hub_config import config_to_json, read_config
 from perilune.moe.mxfp4 import decode_mxfp4
 
 logger = logging.getLogger(__name__)
@@ -204,9 +205,6 @@ def load_model(directory: Path, dtype: torch.dtype = torch.float32) -> Decoder:
         model = Decoder(config)
     loaders = _loaders(model, _Shards(directory))
     model = model.to_empty(device="cpu").to(dtype)
-    for module in model.modules():
-        if hasattr(module, "selection_bias"):
-            module.selection_bias = module.selection_bias.float()
     tensors = model.state_dict()
     with torch.no_grad():
         for placement, load in loaders:

@@ -65,6 +65,14 @@ class LatentMoE(nn.Module):
             self.shared_experts = GatedMLP(config, config.num_shared_experts * config.moe_intermediate_size)
         self.activation = gated_activation(config)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LatentMoE":
+        """`module.to(dtype)` and the like: the selection bias moves with the module but stays fp32, or other experts would be chosen."""
+        bias = self.selection_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.selection_bias.dtype != bias.dtype:
+            self.selection_bias = bias.to(self.selection_bias.device)
+        return self
+
     def forward(self, x: Tensor, observer: RoutingObserver | None, replay: Tensor | None) -> Tensor:
         """x [tokens, hidden_size]; `replay` [tokens, top_k] forces the chosen experts (their weights still come from the scores)."""
         if replay is not None:

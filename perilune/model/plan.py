@@ -5,8 +5,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from perilune.model.config import ModelConfig, read_config
+from perilune.model.config import ModelConfig
 from perilune.model.footprint import Footprint, flops_per_token, footprint
+from perilune.model.hub_config import read_config
 from perilune.model.presets import PRESETS, preset
 
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from perilune.errors import UserError
 from perilune.model import hub
 from perilune.model.batch import SequenceLayout
-from perilune.model.config import read_config
 from perilune.model.decoder import Decoder
 from perilune.model.hub import load_model, placements, save_model
+from perilune.model.hub_config import read_config
 from perilune.moe.mxfp4 import decode_mxfp4, encode_mxfp4
 from tests.model.tiny_models import cast, k3_config, kimi_linear_config, random_ids, random_model
 

@@ -136,3 +136,12 @@ def test_output_stays_finite_where_swiglu_would_explode():
 @torch.inference_mode()
 def test_no_tokens_are_fine():
     assert moe_of(CONFIGS["k3"])(torch.zeros(0, 16, dtype=torch.float64), None, None).shape == (0, 16)
+
+
+def test_casting_the_module_leaves_the_selection_bias_in_fp32_with_its_digits():
+    moe = moe_of(k3_config())
+    bias = torch.randn_like(moe.selection_bias)
+    moe.selection_bias.copy_(bias)
+    moe = moe.to(torch.bfloat16).to(torch.float64)
+    assert moe.gate.weight.dtype == torch.float64
+    assert moe.selection_bias.dtype == torch.float32 and torch.equal(moe.selection_bias, bias)

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from perilune import cli
 from perilune.errors import UserError
-from perilune.model.config import config_to_json
 from perilune.model.footprint import footprint
 from perilune.model.hub import save_model
+from perilune.model.hub_config import config_to_json
 from perilune.model.plan import find_config, show_plan
 from perilune.model.presets import PRESETS, kimi_k3, preset
 from tests.model.tiny_models import k3_config, kimi_linear_config, random_model
