@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -146,6 +147,7 @@ def interrupt(finished: Run, out: Path, lines: int) -> None:
     finally:
         process.kill()
     assert process.returncode == 130 and "Traceback" not in errors
+    assert re.search(r"stopped at step \d+; add --resume to go on from \S*step-\d+\.pt", errors.replace("\n", ""))
 
 
 def kill(finished: Run, out: Path, lines: int) -> None:

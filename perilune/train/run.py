@@ -124,6 +124,12 @@ class _Run:
         log = MetricsLog(self._out / "metrics.jsonl", resume_step=trainer.step or -1) if ranks.is_first else None
         try:
             self._loop(trainer, held_out, log)
+        except KeyboardInterrupt:
+            kept = self._folder.files()
+            self._say(
+                f"stopped at step {trainer.step}; add --resume to go on from {kept[-1]}" if kept else "stopped before the first checkpoint"
+            )
+            raise
         finally:
             if log is not None:
                 log.close()
