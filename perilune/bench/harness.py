@@ -41,10 +41,6 @@ class Measurement:
         return float(numpy.median(self.seconds))
 
     @property
-    def best(self) -> float:
-        return min(self.seconds)
-
-    @property
     def best_decile(self) -> float:
         """The 10th percentile: the rate when nothing disturbed."""
         return float(numpy.quantile(self.seconds, 0.1))
@@ -75,11 +71,6 @@ class Comparison:
     @property
     def best_decile_speedup(self) -> float:
         return self.baseline.best_decile / self.ours.best_decile
-
-    @property
-    def best_speedup(self) -> float:
-        """The ratio of the two best slices: for thread scaling, which a neighbour can only make worse."""
-        return self.baseline.best / self.ours.best
 
 
 def compare(

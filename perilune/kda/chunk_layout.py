@@ -27,10 +27,6 @@ class ChunkLayout:
     valid: Tensor | None
     place: Tensor
 
-    @property
-    def num_chunks(self) -> int:
-        return self.rows.numel() // self.chunk
-
 
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)  # what is cached must serve training too, whoever asks first

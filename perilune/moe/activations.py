@@ -101,22 +101,6 @@ class SwiGlu:
         return gated.mul_(up), slope.mul_(up).mul_(grad), d_up
 
 
-def situ_glu(gate: Tensor, up: Tensor, beta: float | None = 4.0, linear_beta: float | None = 25.0) -> Tensor:
-    """SiTU-GLU of two tensors of one shape; see `SituGlu`. fp32 inside (fp64 for fp64), result in the dtype of `gate`.
-
-    Raises ValueError when the shapes or dtypes differ or a beta is not positive.
-    """
-    return SituGlu(beta, linear_beta)(gate, up)
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """SwiGLU of two tensors of one shape. fp32 inside (fp64 for fp64), result in the dtype of `gate`.
-
-    Raises ValueError when the shapes or dtypes differ.
-    """
-    return SwiGlu()(gate, up)
-
-
 def widened(tensor: Tensor) -> Tensor:
     """The tensor in the dtype that activations and sums are computed in: fp64 stays, everything else becomes fp32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -200,13 +200,6 @@ class PackedDataset:
         lengths = np.diff(self.documents.offsets)
         return int(lengths[self._usable].sum())
 
-    @property
-    def epochs_done(self) -> float:
-        """Passes over the data so far, as a fraction of tokens."""
-        lengths = np.diff(self.documents.offsets)
-        done = int(lengths[self._order[: self._place.position]].sum()) + self._place.offset
-        return self._epoch + done / self.num_tokens
-
     def next_batch(self) -> PackedBatch:
         """This rank's batch of the next step. Never ends."""
         mine: list[tuple[int, int]] = []

@@ -13,13 +13,14 @@ CPU = torch.device("cpu")
 @settings(max_examples=150, deadline=None)
 def test_rows_tokens_and_steps_agree_for_any_lengths(lengths, chunk):
     layout = chunk_layout(lengths, chunk, CPU)
+    total = layout.rows.numel() // chunk
     counts = [-(-n // chunk) for n in lengths]
-    assert layout.num_chunks == sum(counts)
+    assert total == sum(counts)
     assert sorted(layout.order.tolist()) == list(range(len(lengths)))
     assert [counts[n] for n in layout.order] == sorted(counts, reverse=True)
 
     rows = layout.rows.view(-1, chunk).tolist()
-    valid = torch.ones(layout.num_chunks, chunk, dtype=torch.bool) if layout.valid is None else layout.valid
+    valid = torch.ones(total, chunk, dtype=torch.bool) if layout.valid is None else layout.valid
     assert (layout.valid is None) == all(n % chunk == 0 for n in lengths)
     starts = [sum(lengths[:n]) for n in range(len(lengths))]
     seen = 0
@@ -31,7 +32,7 @@ def test_rows_tokens_and_steps_agree_for_any_lengths(lengths, chunk):
             tokens = list(range(starts[n] + c * chunk, min(starts[n] + (c + 1) * chunk, starts[n] + lengths[n])))
             assert valid[first + i].tolist() == [True] * len(tokens) + [False] * (chunk - len(tokens))
             assert rows[first + i] == tokens + tokens[-1:] * (chunk - len(tokens))
-    assert seen == layout.num_chunks
+    assert seen == total
 
     assert layout.place.shape == (sum(lengths),)
     assert layout.rows[layout.place].tolist() == list(range(sum(lengths)))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from perilune.moe.activations import situ_glu
+from perilune.moe.activations import SituGlu
 from perilune.moe.mxfp4 import decode_mxfp4, encode_mxfp4
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "k3-mxfp4"
@@ -82,7 +82,7 @@ def test_the_decoded_expert_computes_what_the_golden_one_does() -> None:
         for name in ("w1", "w2", "w3")
     )
     x = torch.from_numpy(arrays["x"]).double()
-    torch.testing.assert_close(situ_glu(x @ w1.T, x @ w3.T) @ w2.T, torch.from_numpy(arrays["y"]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(SituGlu()(x @ w1.T, x @ w3.T) @ w2.T, torch.from_numpy(arrays["y"]), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

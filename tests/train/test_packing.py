@@ -108,7 +108,6 @@ def test_a_restored_cursor_continues_with_the_same_batches(
         again = restored.next_batch()
         assert torch.equal(again.ids, batch.ids) and torch.equal(again.targets, batch.targets) and again.lengths == batch.lengths
     assert restored.state() == data.state()
-    assert restored.epochs_done == data.epochs_done
 
 
 @given(lengths_lists, sizes, st.booleans(), st.integers(2, 4))
@@ -144,7 +143,6 @@ def test_a_checkpoint_at_an_epochs_end_resumes_with_the_next_epoch() -> None:
     data.next_batch()
     data.next_batch()
     assert data.state() == DataCursor(seed=0, epoch=1, position=0, offset=0, fingerprint=documents.fingerprint)
-    assert data.epochs_done == 1.0
     resumed = PackedDataset(documents, tokens_per_batch=6, max_length=6, cut=True, seed=0)
     resumed.restore(data.state())
     assert len(resumed.next_batch().ids) == 6
