@@ -52,11 +52,15 @@ class _Chunks:
     u: Tensor
 
 
-def _gather(x: Tensor, layout: ChunkLayout) -> Tensor:
+def _head_rows(layout: ChunkLayout, heads: int) -> Tensor:
+    """For each row of [chunks * heads, chunk], the row of [tokens * heads] that it shows; flat."""
+    head = torch.arange(heads, device=layout.rows.device).view(1, heads, 1)
+    return (layout.rows.view(-1, 1, layout.chunk) * heads + head).flatten()
+
+
+def _gather(x: Tensor, head_rows: Tensor, chunk: int) -> Tensor:
     """[tokens, heads, ...] to [chunks * heads, chunk, ...]."""
-    tokens, heads = x.shape[:2]
-    index = (layout.rows.view(-1, 1, layout.chunk) * heads + torch.arange(heads, device=x.device).view(1, heads, 1)).flatten()
-    return x.reshape(tokens * heads, -1).index_select(0, index).view(-1, layout.chunk, *x.shape[2:])
+    return x.reshape(x.shape[0] * x.shape[1], -1).index_select(0, head_rows).view(-1, chunk, *x.shape[2:])
 
 
 def _scatter(x: Tensor, layout: ChunkLayout, heads: int) -> Tensor:
@@ -69,7 +73,8 @@ def _prepare(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layout: ChunkLayout, scale: float, lower_bound: float | None
 ) -> _Chunks:
     heads, key_dim = k.shape[1:]
-    q, k, v, g, beta = (_gather(x, layout) for x in (q, k, v, g, beta))
+    head_rows = _head_rows(layout, heads)
+    q, k, v, g, beta = (_gather(x, head_rows, layout.chunk) for x in (q, k, v, g, beta))
     if layout.valid is not None:
         # A row without a token must neither decay nor write; its q, k and v are finite copies and then do not matter.
         valid = layout.valid.repeat_interleave(heads, 0)
@@ -140,7 +145,7 @@ class _ChunkKDA(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
         layout, scale, heads, c = ctx.layout, ctx.scale, ctx.heads, ctx.chunks
         errors, starts = ctx.saved_tensors
-        grad_o = _gather(grad_out, layout)
+        grad_o = _gather(grad_out, _head_rows(layout, heads), layout.chunk)
         if layout.valid is not None:
             grad_o = grad_o * layout.valid.repeat_interleave(heads, 0).unsqueeze(-1)
         grad_scores = (grad_o @ errors.mT).tril_()

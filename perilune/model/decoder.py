@@ -11,8 +11,9 @@ from perilune.model.attention_residuals import AttentionResidual
 from perilune.model.batch import SequenceLayout
 from perilune.model.config import ModelConfig
 from perilune.model.gated_mla import GatedMLA
-from perilune.model.kda_attention import KDAAttention, linear
+from perilune.model.kda_attention import KDAAttention
 from perilune.model.latent_moe import GatedMLP, LatentMoE, RoutingObserver
+from perilune.model.linear import linear
 from perilune.model.norm import RMSNorm
 from perilune.model.state import SequenceState
 

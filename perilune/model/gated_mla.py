@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from perilune.model.batch import Bucket, SequenceLayout, attention_buckets
 from perilune.model.config import LATENT_NORM_EPSILON, ModelConfig
-from perilune.model.kda_attention import linear
+from perilune.model.linear import linear
 from perilune.model.norm import RMSNorm
 from perilune.model.state import SequenceState
 

@@ -15,6 +15,7 @@ from perilune.kda.portable import chunk_kda
 from perilune.kda.short_conv import short_convolution
 from perilune.model.batch import SequenceLayout
 from perilune.model.config import ModelConfig
+from perilune.model.linear import linear
 from perilune.model.norm import RMSNorm
 from perilune.model.state import SequenceState
 
@@ -22,11 +23,6 @@ from perilune.model.state import SequenceState
 def chunk_size(head_dim: int) -> int:
     """Tokens per chunk at which the portable backend was fastest, forward and backward, for heads of 32 (16) and of 128 (32)."""
     return 16 if head_dim < 64 else 32
-
-
-def linear(inputs: int, outputs: int) -> nn.Linear:
-    """A projection without bias, as every matrix of the network is; weight [outputs, inputs]."""
-    return nn.Linear(inputs, outputs, bias=False)
 
 
 class KDAAttention(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from perilune.model.config import ModelConfig
-from perilune.model.kda_attention import linear
+from perilune.model.linear import linear
 from perilune.model.norm import RMSNorm
 from perilune.moe.activations import GatedActivation, SituGlu, SwiGlu
 from perilune.moe.experts import grouped_experts

@@ -337,7 +337,9 @@ def _read_datasets(settings: CorpusSettings) -> Iterator[Document]:
     try:
         library = importlib.import_module("datasets")
     except ImportError as error:
-        raise UserError("Reading a Hugging Face data set needs an extra: run `pip install 'perilune[datasets]'`.") from error
+        raise UserError(
+            "Reading a Hugging Face data set needs the extra `datasets`: run `pip install 'datasets>=3'` in this environment."
+        ) from error
     try:
         rows = library.load_dataset(settings.dataset, settings.dataset_config, split=settings.dataset_split, streaming=True)
         for number, row in enumerate(rows):

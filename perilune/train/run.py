@@ -3,20 +3,18 @@
 import json
 import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from perilune.errors import UserError
 from perilune.model.hub import save_model
 from perilune.model.tokenizer import Tokenizer
 from perilune.model.tokenizer_files import write_json
 from perilune.train.checkpoint import Checkpoint, CheckpointFolder
+from perilune.train.display import LiveProgress, TrainResult, summary
 from perilune.train.evaluate import HeldOut, evaluate, held_out_set
 from perilune.train.initial_model import build_model, initial_config
 from perilune.train.metrics_log import MetricsLog, read_metrics
@@ -25,16 +23,6 @@ from perilune.train.parallel import Ranks, joined_ranks
 from perilune.train.recipe import Recipe, recipe_from_data
 from perilune.train.sources import bytes_per_token, prepare
 from perilune.train.trainer import DivergedError, StepMetrics, Trainer
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """Where the model is and how good it became, in bits per byte of held-out text."""
-
-    model_directory: Path
-    bits_per_byte: float
-    untrained_bits_per_byte: float
-    unigram_bits_per_byte: float
 
 
 def train(recipe: Recipe, out: Path, *, resume: bool, console: Console | None = None) -> TrainResult:
@@ -123,7 +111,7 @@ class _Run:
         # A run at its start writes the baselines of step 0, also where a killed one already had.
         log = MetricsLog(self._out / "metrics.jsonl", resume_step=trainer.step or -1) if ranks.is_first else None
         try:
-            self._loop(trainer, held_out, log)
+            last_score = self._loop(trainer, held_out, log)
         except KeyboardInterrupt:
             kept = self._folder.files()
             self._say(
@@ -133,7 +121,8 @@ class _Run:
         finally:
             if log is not None:
                 log.close()
-        return self._finish(trainer, held_out, sources.tokenizer)
+        final = evaluate(model, held_out) if last_score is None else last_score
+        return self._finish(trainer, held_out, sources.tokenizer, final)
 
     def _record(self, tokenizer: Tokenizer | None) -> None:
         """Write the recipe, and the tokenizer of a new run. Fields that were not given stay out: some may not be given together."""
@@ -144,8 +133,10 @@ class _Run:
         except OSError as error:
             raise UserError(f"cannot write to {self._out} ({error.strerror}): choose another --out or free space") from None
 
-    def _loop(self, trainer: Trainer, held_out: HeldOut, log: MetricsLog | None) -> None:
+    def _loop(self, trainer: Trainer, held_out: HeldOut, log: MetricsLog | None) -> float | None:
+        """Train to the last step; its held-out bits per byte, or None where nothing was left to do or another rank evaluates."""
         run = self._recipe.run
+        score: float | None = None
         if trainer.step == 0:
             self._save(trainer)
             if log is not None:
@@ -161,11 +152,13 @@ class _Run:
                 speed = metrics.tokens / (time.perf_counter() - start)
                 due = trainer.step % run.eval_every == 0 or trainer.step == run.steps
                 if log is not None:
-                    score = {"held_out_bits_per_byte": evaluate(trainer.model, held_out)} if due else {}
-                    log.write(trainer.step, **_values(metrics), tokens_per_s=speed, **score)
-                    progress.update(metrics.loss, speed, score.get("held_out_bits_per_byte"))
+                    score = evaluate(trainer.model, held_out) if due else None
+                    scored = {} if score is None else {"held_out_bits_per_byte": score}
+                    log.write(trainer.step, **_values(metrics), tokens_per_s=speed, **scored)
+                    progress.update(metrics.loss, speed, score)
                 if trainer.step % run.checkpoint_every == 0 or trainer.step == run.steps:
                     self._save(trainer)
+        return score
 
     def _save(self, trainer: Trainer) -> None:
         """One rank writes; if it cannot, all stop."""
@@ -178,9 +171,8 @@ class _Run:
         if self._ranks.any(failure is not None):
             raise failure or UserError("the first rank could not write the checkpoint: see its message")
 
-    def _finish(self, trainer: Trainer, held_out: HeldOut, tokenizer: Tokenizer) -> TrainResult:
+    def _finish(self, trainer: Trainer, held_out: HeldOut, tokenizer: Tokenizer, final: float) -> TrainResult:
         directory = self._out / "model"
-        final = evaluate(trainer.model, held_out)
         if self._ranks.is_first:
             save_model(trainer.model, directory)
             try:
@@ -193,37 +185,15 @@ class _Run:
         untrained = next((line["held_out_bits_per_byte"] for line in lines if line["step"] == 0), math.nan)
         result = TrainResult(directory, final, untrained, held_out.unigram_bits_per_byte)
         if self._ranks.is_first:
-            self._console.print(_summary(result))
+            self._console.print(summary(result))
         return result
 
     def _say(self, text: str) -> None:
         if self._ranks.is_first:
             self._console.print(text)
 
-    def _progress(self, done: int, steps: int) -> "_LiveProgress":
-        return _LiveProgress(self._console, done, steps, visible=self._ranks.is_first)
-
-
-class _LiveProgress:
-    """The live line: step, loss, held-out bits per byte, tokens per second, time left."""
-
-    def __init__(self, console: Console, done: int, steps: int, visible: bool) -> None:
-        columns = ("train", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=console, disable=not visible)
-        self._task = self._bar.add_task("train", total=steps, completed=done, note="")
-        self._score = ""
-
-    def __enter__(self) -> "_LiveProgress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def update(self, loss: float, speed: float, score: float | None) -> None:
-        if score is not None:
-            self._score = f"held out {score:.3f} bits/byte  "
-        self._bar.update(self._task, advance=1, note=f"loss {loss:.3f}  {self._score}{speed:,.0f} tokens/s")
+    def _progress(self, done: int, steps: int) -> LiveProgress:
+        return LiveProgress(self._console, done, steps, visible=self._ranks.is_first)
 
 
 def _values(metrics: StepMetrics) -> dict[str, Any]:
@@ -238,17 +208,3 @@ def _values(metrics: StepMetrics) -> dict[str, Any]:
         "load_variation": max(balance.coefficient_of_variation, default=0.0),
         "dead_experts": sum(balance.dead_experts),
     }
-
-
-def _summary(result: TrainResult) -> Table:
-    table = Table(title="held-out text")
-    table.add_column("model")
-    table.add_column("bits per byte", justify="right")
-    for name, value in (
-        ("trained", result.bits_per_byte),
-        ("unigram", result.unigram_bits_per_byte),
-        ("untrained", result.untrained_bits_per_byte),
-    ):
-        table.add_row(name, f"{value:.3f}")
-    table.caption = f"saved in {result.model_directory}"
-    return table

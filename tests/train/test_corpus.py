@@ -141,7 +141,7 @@ def test_contradictory_settings_are_refused(fields: dict[str, object]) -> None:
 
 def test_a_missing_datasets_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"pip install 'perilune\[datasets\]'"):
+    with pytest.raises(UserError, match=r"pip install 'datasets>=3'"):
         load_corpus(CorpusSettings(source="datasets", dataset="some/name"))
 
 

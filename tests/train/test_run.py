@@ -13,9 +13,9 @@ from perilune.model.hub import load_model
 from perilune.model.tokenizer import ByteTokenizer, load_tokenizer
 from perilune.train import run as module
 from perilune.train.checkpoint import CheckpointFolder
+from perilune.train.display import TrainResult
 from perilune.train.metrics_log import read_metrics
 from perilune.train.recipe import recipe_from_data
-from perilune.train.run import TrainResult
 from perilune.train.trainer import StepMetrics, Trainer
 from tests.train.tiny_runs import VOCABULARY, comparable_metrics, recipe_tables, start, write_config, write_corpus
 

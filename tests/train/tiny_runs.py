@@ -12,11 +12,12 @@ from rich.console import Console
 from perilune.model.config import ModelConfig
 from perilune.model.decoder import Decoder
 from perilune.model.hub_config import config_to_json
+from perilune.train.display import TrainResult
 from perilune.train.metrics_log import read_metrics
 from perilune.train.packing import PackedDataset, TokenDocuments
 from perilune.train.parallel import Ranks
 from perilune.train.recipe import Recipe, recipe_from_data
-from perilune.train.run import TrainResult, train
+from perilune.train.run import train
 from perilune.train.trainer import Trainer
 from tests.model.tiny_models import k3_config
 
