@@ -73,7 +73,7 @@ _IGNORED = "!"
 _MAX_DEFECTS = 16
 
 
-class _Defects:
+class Defects:
     """Distinct remarks in order, bounded however long the nonsense."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class _CallBuilder:
         self.index = index
         self.name = tag.attributes.get("tool", "")
         self.incomplete = False
-        self.defects = _Defects()
+        self.defects = Defects()
         self.arguments: dict[str, JsonValue] = {}
         self._block: list[str] | None = None
         self._key = ""
@@ -185,7 +185,7 @@ class AssistantBuilder:
         self._thinking: list[str] = []
         self._response: list[str] = []
         self._calls: list[_CallBuilder] = []
-        self._defects = _Defects()
+        self._defects = Defects()
         self.is_finished = False
 
     def feed(self, item: Item) -> list[Event]:
@@ -200,7 +200,7 @@ class AssistantBuilder:
             case CloseTag(tag):
                 return self._close(tag)
             case Stray(text):
-                self._defects.add(f"{text} out of place")
+                self._note(f"{text} out of place")
                 return []
             case EndOfMessage():
                 self._close_down_to(0)
@@ -231,20 +231,24 @@ class AssistantBuilder:
                 return [ResponseDelta(text)]
             case "argument" | "json":
                 return self._calls[-1].take_text(text)
-        self._defects.add("text outside the channels")
+        self._note("text outside the channels")
         return []
+
+    def _note(self, remark: str) -> None:
+        """Hold the departure against the call it happened in, which must not be executed then, or else against the message."""
+        (self._calls[-1].defects if "call" in self._stack else self._defects).add(remark)
 
     def _open(self, tag: OpenTag) -> list[Event]:
         name = tag.tag
         if not tag.well_formed:
-            self._defects.add(f"unreadable tag <|open|>{name}")
+            self._note(f"unreadable tag <|open|>{name}")
         parent = _PARENT.get(name)
         if parent == "tools" and "tools" not in self._stack and "message" in self._stack:
             self._defects.add("a call outside the tools channel")
             self._close_down_to(self._stack.index("message") + 1)
             self._stack.append("tools")
         if parent is None or parent not in self._stack:
-            self._defects.add(f"element {name!r} out of place")
+            self._note(f"element {name!r} out of place")
             self._stack.append(_IGNORED + name)
             return []
         self._close_down_to(self._stack.index(parent) + 1)
@@ -266,7 +270,7 @@ class AssistantBuilder:
     def _close(self, tag: str) -> list[Event]:
         depth = next((i for i in reversed(range(len(self._stack))) if self._stack[i].removeprefix(_IGNORED) == tag), None)
         if depth is None:
-            self._defects.add(f"element {tag!r} closed but not open")
+            self._note(f"element {tag!r} closed but not open")
             return []
         self._close_down_to(depth + 1)
         element = self._stack.pop()

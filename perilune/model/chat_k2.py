@@ -4,7 +4,10 @@ The same safety rule as in `chat.py`: control tokens alone are special, everythi
 numbered from 0 through the whole conversation and named `functions.NAME:NUMBER`; a result repeats that name. These
 models have no think channel, so thinking is not rendered, and no default system message is added.
 
-Source: K2 chat template. Only rendering is here; a parser is not needed to serve these models' plain text.
+A turn the model sampled is kept as its ids; `render_k2_continuation` gives what follows it. `chat_k2_parser.py` is the way
+back, from sampled ids to a message.
+
+Source: K2 chat template.
 """
 
 from collections.abc import Sequence
@@ -28,7 +31,20 @@ def render_k2(messages: Sequence[Message], tools: Sequence[ToolDeclaration] = ()
             for tool in tools
         ]
         segments += [*_opened("system", "tool_declare"), *plain(compact_json(declared)), control("<|im_end|>")]
+    return segments + render_k2_continuation(messages, (), add_generation_prefix)
+
+
+def render_k2_continuation(messages: Sequence[Message], after: Sequence[Message], add_generation_prefix: bool = True) -> list[Segment]:
+    """Only what follows a conversation already held as ids (through `<|im_end|>`): more messages, and the next prefix.
+
+    `after`: the messages of that conversation. Nothing of them is written; their calls are counted, whole or cut off, for
+    a call and its result carry its number in the whole conversation. Raises `UserError` as `render_k2` does.
+    """
+    segments: list[Segment] = []
     first_number = next_number = 0
+    for message in after:
+        if isinstance(message, AssistantMessage):
+            first_number, next_number = next_number, next_number + len(message.tool_calls)
     for message in messages:
         match message:
             case SystemMessage() | UserMessage():

@@ -32,9 +32,9 @@ def _parameters(model: str, config: ModelConfig, cost: Footprint, context: int) 
     table.add_column(justify="right")
     table.add_row("layers", f"{config.num_layers} ({len(config.kda_layers)} KDA, {len(config.mla_layers)} MLA)")
     table.add_row("experts", f"{config.num_experts}, {config.num_experts_per_token} per token")
-    table.add_row("parameters, total", _count(cost.total_parameters))
-    table.add_row("parameters, active per token", _count(cost.active_parameters))
-    table.add_row(f"decode, FLOPs per token at {context:,} tokens", _count(flops_per_token(config, cost, context)))
+    table.add_row("parameters, total", short_count(cost.total_parameters))
+    table.add_row("parameters, active per token", short_count(cost.active_parameters))
+    table.add_row(f"decode, FLOPs per token at {context:,} tokens", short_count(flops_per_token(config, cost, context)))
     return table
 
 
@@ -52,7 +52,7 @@ def _memory(cost: Footprint, context: int) -> Table:
     return table
 
 
-def _count(number: int) -> str:
+def short_count(number: int) -> str:
     """Three or four significant digits with the field's suffix: 2.78T, 104.2B, 3.11B."""
     for size, suffix in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= size:

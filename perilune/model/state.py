@@ -38,9 +38,11 @@ class SequenceState:
             layer: torch.zeros(num_slots, max_length, config.latent_cache_width, dtype=dtype, device=device) for layer in config.mla_layers
         }
 
-    def clear(self, slots: Sequence[int]) -> None:
-        """Make the slots ready for new sequences. Latents too: a masked key still meets its value as 0 * value, and 0 * NaN is NaN,
-        so what a broken sequence left behind would reach the slot's next owner."""
+    def clear(self, slots: Sequence[int], num_tokens: int | None = None) -> None:
+        """Make the slots ready for new sequences. Latents too, of the `num_tokens` that the old ones had (None: all): a masked key
+        still meets its value as 0 * value, and 0 * NaN is NaN, so what a broken sequence left behind would reach the slot's next owner."""
         index = torch.tensor(list(slots), dtype=torch.int64)
-        for tensor in (*self.recurrent.values(), *self.conv.values(), *self.latents.values()):
+        for tensor in (*self.recurrent.values(), *self.conv.values()):
             tensor[index] = 0
+        for tensor in self.latents.values():
+            tensor[index, :num_tokens] = 0

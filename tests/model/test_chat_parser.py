@@ -293,7 +293,12 @@ def test_an_argument_of_the_wrong_type_keeps_its_text_and_marks_the_call(kind: s
         (
             f'{CALLS}<|open|>call tool="f" index="1"<|sep|><|open|>json type="object"<|sep|>{{"a<|close|>json<|sep|>'
             f'<|open|>argument key="a" type="number"<|sep|>1<|close|>argument<|sep|><|close|>call<|sep|>{END}',
-            ToolCall("f", '{"a', 1, defects=("argument beside a block of arguments",)),
+            ToolCall("f", '{"a', 1, defects=("argument beside a block of arguments", "text outside the channels")),
+        ),
+        (
+            f'{CALLS}<|open|>call tool="f" index="1"<|sep|><|open|>argument key="a" type="string"<|sep|>x[PAD]y<|close|>argument<|sep|>'
+            f"<|close|>call<|sep|>{END}",
+            ToolCall("f", {"a": "xy"}, 1, defects=("[PAD] out of place",)),
         ),
     ],
 )
