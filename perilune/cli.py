@@ -108,3 +108,48 @@ def train(
     from perilune.train.run import train as run
 
     run(load_recipe(recipe), out or Path("runs") / Path(recipe).stem, resume=resume)
+
+
+@app.command()
+def serve(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A Hub directory: config.json, weights, tokenizer.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 for a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="What requests call the model; the directory's name by default.")] = None,
+    max_sequences: Annotated[int, typer.Option(help="Requests that run at once; more wait.")] = 16,
+    max_length: Annotated[int | None, typer.Option(help="Tokens of the longest sequence, prompt included.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    threads: Annotated[int | None, typer.Option(help="Threads of the engine; one for a small model by default.")] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="PERILUNE_API_KEY", help="Demand this key; better given in the environment, which ps does not show."),
+    ] = None,
+) -> None:
+    """Serve a model to OpenAI clients: chat, completions, and a token endpoint for RL."""
+    from perilune.serve.command import serve as run
+    from perilune.serve.launch import LaunchOptions
+
+    run(LaunchOptions(directory, name, dtype, max_sequences, max_length, threads), host=host, port=port, api_key=api_key)
+
+
+@app.command()
+def chat(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A Hub directory: config.json, weights, tokenizer.")],
+    system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
+    effort: Annotated[str, typer.Option(help="How much a K3 model thinks: low, high, max, or none.")] = "max",
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens that hold this probability.")] = 1.0,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens of the longest answer.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Tokens of the longest conversation.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    threads: Annotated[int | None, typer.Option(help="Threads of the engine; one for a small model by default.")] = None,
+) -> None:
+    """Talk to a model in the terminal."""
+    from perilune.serve.command import converse
+    from perilune.serve.generation import SamplingParams
+    from perilune.serve.launch import LaunchOptions
+
+    sampling = SamplingParams(max_tokens, temperature, top_p, seed=seed)
+    options = LaunchOptions(directory, None, dtype, max_sequences=1, max_length=max_length, threads=threads)
+    converse(options, system=system, effort=effort, sampling=sampling)

@@ -1,5 +1,6 @@
 """What the README shows runs, and what it points to exists."""
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -21,6 +22,16 @@ def test_its_python_runs():
     golden = {"ids": torch.arange(3, 25)}
     exec(blocks[1].replace("DIR", str(ROOT / "tests/golden/k3-tiny")), golden)
     assert golden["logits"].shape == (22, 256)
+
+
+def test_the_python_of_the_serving_guide_runs():
+    guide = (ROOT / "docs/guides/serving.md").read_text(encoding="utf-8")
+    openai_client, engine_client = re.findall(r"```python\n(.*?)```", guide, flags=re.DOTALL)
+    compile(openai_client, "guide", "exec")  # tests/serve/api/test_openai_client.py runs its like
+    names: dict[str, object] = {}
+    exec(engine_client.replace("DIR", str(ROOT / "tests/golden/k3-tiny")), names)
+    ids, logprobs, experts = asyncio.run(names["main"]((5, 6, 7), 1))
+    assert len(ids) == len(logprobs) > 0 and experts.shape == (3 + len(ids) - 1, 8, 2)
 
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda path: path.name)

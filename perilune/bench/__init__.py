@@ -24,6 +24,7 @@ class Bench:
 
 
 BENCHES: dict[str, Bench] = {
+    "agreement": Bench("perilune.bench.agreement", "log-probabilities and experts of the engine against the trainer's, on a trained model"),
     "kda": Bench("perilune.bench.kda", "the KDA operator: portable forward and backward, tokens per second of one thread"),
 }
 

@@ -22,10 +22,10 @@ from perilune.model.assistant_builder import (
     ArgumentsDelta,
     CallFinished,
     CallStarted,
+    Defects,
     Event,
     MessageFinished,
     ResponseDelta,
-    Defects,
 )
 from perilune.model.chat_messages import AssistantMessage, ToolCall
 from perilune.model.vocabulary import StreamDecoder, Tokenizer
