@@ -43,7 +43,8 @@ class ChatReader:
     nothing is shown. Tokens of `unseen_ids`, and those from `vocab_size` on, which a model may have beyond its tokenizer, say nothing.
 
     A call that is whole but not well-formed is shown as the model wrote it, its arguments perhaps no JSON object: a client that
-    answers it with an error lets the model try again. It alone does not make the finish_reason `tool_calls`.
+    answers it with an error lets the model try again. The finish_reason is `tool_calls` once there is a call that may be executed, also
+    where the answer was cut off after it.
     """
 
     def __init__(self, parser: MessageParser, stops: Sequence[str], may_call: bool, vocab_size: int, unseen_ids: Collection[int]) -> None:

@@ -31,8 +31,8 @@ def engine_requests(
 
     Raises ApiError, status 400, that names the field at fault.
     """
-    _check_ids(prompt_ids, info, prompt_field)
-    _check_ids(body.stop_token_ids, info, "stop_token_ids")
+    check_ids(prompt_ids, info, prompt_field)
+    check_ids(body.stop_token_ids, info, "stop_token_ids")
     if not prompt_ids:
         raise ApiError(400, f"{prompt_field} has no tokens: give at least one", prompt_field)
     limit = body.token_limit
@@ -56,7 +56,8 @@ def engine_requests(
     ]
 
 
-def _check_ids(ids: Sequence[int], info: EngineInfo, field: str) -> None:
+def check_ids(ids: Sequence[int], info: EngineInfo, field: str) -> None:
+    """Raises ApiError, status 400, that names `field` for an id that is none of the model's."""
     if ids and not (min(ids) >= 0 and max(ids) < info.vocab_size):
         wrong = next(id for id in ids if not 0 <= id < info.vocab_size)
         raise ApiError(400, f"{field} has the token id {wrong}: those of this model go from 0 to {info.vocab_size - 1}", field)

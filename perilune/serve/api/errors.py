@@ -15,7 +15,7 @@ from perilune.serve.generation import EngineBusyError, GenerationError
 
 logger = logging.getLogger(__name__)
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _LONGEST = 1000
 """Characters of a message: it may quote what the client sent."""
 
@@ -30,7 +30,8 @@ class ApiError(Exception):
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, object]:
     named = None if param is None else _cut(param)
-    return {"error": {"message": _cut(message), "type": _TYPES.get(status, "invalid_request_error"), "param": named, "code": code}}
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": _cut(message), "type": kind, "param": named, "code": code}}
 
 
 def _cut(text: str) -> str:

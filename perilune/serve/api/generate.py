@@ -13,8 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from perilune.model.vocabulary import Tokenizer
-from perilune.serve.api.engine_requests import served
-from perilune.serve.api.errors import ApiError
+from perilune.serve.api.engine_requests import check_ids, served
 from perilune.serve.api.generate_types import (
     ChoiceLogprobs,
     GenerateBody,
@@ -66,10 +65,8 @@ def generate_router(client: EngineClient, tokenizer: Tokenizer) -> APIRouter:
 
 def _engine_request(body: GenerateBody, info: EngineInfo, tokenizer: Tokenizer) -> GenerationRequest:
     fields = body.sampling_params
-    for where, ids in (("token_ids", body.token_ids), ("sampling_params.stop_token_ids", fields.stop_token_ids)):
-        if ids and not (min(ids) >= 0 and max(ids) < info.vocab_size):
-            wrong = next(token for token in ids if not 0 <= token < info.vocab_size)
-            raise ApiError(400, f"{where} holds {wrong}: ids of this model's tokens go from 0 to {info.vocab_size - 1}", where)
+    check_ids(body.token_ids, info, "token_ids")
+    check_ids(fields.stop_token_ids, info, "sampling_params.stop_token_ids")
     ends = () if fields.ignore_eos else (tokenizer.end_of_message_id, tokenizer.eos_id)
     sampling = SamplingParams(
         max_tokens=fields.max_tokens,

@@ -13,8 +13,8 @@ from perilune.serve.api.responses import Model, ModelList
 from perilune.serve.client.protocol import EngineClient
 from perilune.serve.generation import EngineInfo
 
-_PATIENCE = 5.0
-"""Seconds until an engine that does not answer counts as unhealthy."""
+_PATIENCE = 30.0
+"""Seconds until an engine that does not answer counts as unhealthy: it answers between two steps, and a step may be long."""
 
 
 class Health(BaseModel):

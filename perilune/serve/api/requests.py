@@ -103,7 +103,7 @@ class Sampling(RequestPart):
     top_p: float = Field(1.0, gt=0, le=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1, description="Another name for max_tokens.")
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    seed: int | None = Field(None, ge=0, lt=2**63)
     stop: Stops = []
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="So many answers, each sampled on its own.")
     stream: bool = False

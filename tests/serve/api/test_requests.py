@@ -127,6 +127,7 @@ def test_values_that_ask_for_nothing_pass() -> None:
         ("max_tokens", 10**30),
         ("max_completion_tokens", 3),
         ("seed", 2**63),
+        ("seed", -1),
         ("seed", "7"),
         ("stop", 7),
         ("stop", [""]),
@@ -247,7 +248,7 @@ def test_a_list_is_read_up_to_its_first_mistake(fields: dict[str, object]) -> No
 
 
 def test_the_choices_of_a_seed_have_different_seeds_and_the_first_has_that_of_the_request() -> None:
-    for seed in (0, 7, -7, 2**63 - 1, -(2**63)):
+    for seed in (0, 7, 2**63 - 1):
         body = ChatRequest.model_validate(chat_body(seed=seed, n=16))
         seeds = [body.sampling_params(choice, None, (), 0).seed for choice in range(16)]
         assert seeds[0] == seed % 2**63
