@@ -38,8 +38,14 @@ class EngineSettings:
     max_sequences: int = 16
     max_length: int = 4096
     prefill_tokens: int = 512
-    max_waiting: int = 1024
+    max_waiting: int = 16384
     num_ids: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_sequences", "max_length", "prefill_tokens", "max_waiting", "num_ids"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value}: it must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,8 @@ class Engine:
         self._runner = Runner(self._model, self._pool.state)
         self._scheduler = Scheduler(settings.prefill_tokens)
         self._sequences: dict[str, Sequence] = {}
+        self._outbox: list[EngineEvent] = []
+        """Events not yet handed out: of a step that raises, they wait for `fail_all`."""
         self._name, self._weight_version = name, weight_version
 
     @property
@@ -82,7 +90,10 @@ class Engine:
 
     def abort(self, request_ids: Collection[str]) -> list[EngineEvent]:
         """End these requests; unknown ids are ignored."""
-        return [self._finish(self._sequences[i], "abort") for i in dict.fromkeys(request_ids) if i in self._sequences]
+        for request_id in dict.fromkeys(request_ids):
+            if request_id in self._sequences:
+                self._finish(self._sequences[request_id], "abort")
+        return self._take_events()
 
     def step(self) -> list[EngineEvent]:
         """Admit what fits, read and sample one step, and say what came of it. Without work it does nothing."""
@@ -93,21 +104,25 @@ class Engine:
             return []
         logits = self._runner.run(plan)
         broken = (~torch.isfinite(logits.values).all(-1)).tolist()
-        events = [self._fail(s, self._not_finite(s)) for s, is_broken in zip(logits.sequences, broken, strict=True) if is_broken]
         whole = [row for row, is_broken in enumerate(broken) if not is_broken]
         sequences = [logits.sequences[row] for row in whole]
         samples = sample(logits.values[whole], [s.draw() for s in sequences], self._settings.num_ids)
+        for sequence, is_broken in zip(logits.sequences, broken, strict=True):
+            if is_broken:
+                self._fail(sequence, self._not_finite(sequence))
         for sequence, token, logprob, top in zip(sequences, samples.ids, samples.logprobs, samples.top, strict=True):
             reason = sequence.append(token)
-            sampled = SampledToken(token, logprob, self._weight_version, top)
-            events.append(EngineEvent(sequence.request.request_id, sampled))
+            self._tell(sequence, SampledToken(token, logprob, self._weight_version, top))
             if reason is not None:
-                events.append(self._finish(sequence, reason))
-        return events
+                self._finish(sequence, reason)
+        return self._take_events()
 
     def fail_all(self, reason: str) -> list[EngineEvent]:
-        """End every request with a GenerationError, after a step that raised: nobody knows what it left in their states."""
-        return [self._fail(sequence, reason) for sequence in list(self._sequences.values())]
+        """After a step that raised: what had come of it, then a GenerationError for every request, for nobody knows what it left in
+        their states."""
+        for sequence in list(self._sequences.values()):
+            self._fail(sequence, reason, is_state_known=False)
+        return self._take_events()
 
     def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Replace all weights. Raises UserError, with nothing changed, if they are not those of this model or not finite."""
@@ -125,35 +140,44 @@ class Engine:
         self._pool.check(set(slots))
 
     def _check_request(self, request: GenerationRequest) -> None:
-        vocabulary, longest = self._model.config.vocab_size, self._settings.max_length
         if request.request_id in self._sequences:
             raise UserError(f"request {request.request_id!r} is still running: give each its own request_id")
         if not request.prompt_ids:
             raise UserError("the prompt is empty: give at least one token")
-        for token in (*request.prompt_ids, *request.sampling.stop_token_ids):
-            if not 0 <= token < vocabulary:
-                raise UserError(f"token id {token} is outside the model's vocabulary of {vocabulary}")
-        wanted = len(request.prompt_ids) + (request.sampling.max_tokens or 1)
-        if wanted > longest:
+        longest = self._settings.max_length
+        if len(request.prompt_ids) + (request.sampling.max_tokens or 1) > longest:
             raise UserError(
                 f"the prompt's {len(request.prompt_ids)} tokens and max_tokens {request.sampling.max_tokens or 1} are more than the "
                 f"{longest} tokens of this engine's longest sequence: shorten the prompt or lower max_tokens"
             )
+        vocabulary = self._model.config.vocab_size
+        ids = (*request.prompt_ids, *request.sampling.stop_token_ids)
+        if not (min(ids) >= 0 and max(ids) < vocabulary):
+            wrong = next(token for token in ids if not 0 <= token < vocabulary)
+            raise UserError(f"token id {wrong} is outside the model's vocabulary of {vocabulary}")
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> EngineEvent:
-        self._drop(sequence)
-        return EngineEvent(sequence.request.request_id, Finished(reason, sequence.experts()))
+    def _tell(self, sequence: Sequence, content: SampledToken | Finished | GenerationError) -> None:
+        self._outbox.append(EngineEvent(sequence.request.request_id, content))
+
+    def _take_events(self) -> list[EngineEvent]:
+        events, self._outbox = self._outbox, []
+        return events
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._tell(sequence, Finished(reason, sequence.experts()))
+        self._drop(sequence, sequence.num_seen)
+
+    def _fail(self, sequence: Sequence, reason: str, *, is_state_known: bool = True) -> None:
+        self._tell(sequence, GenerationError(reason))
+        self._drop(sequence, sequence.num_seen if is_state_known else None)
 
     def _not_finite(self, sequence: Sequence) -> str:
         where = f"at token {len(sequence.ids)} the model's logits are not finite (weight version {self._weight_version})"
         return f"{where}: load weights that are not damaged"
 
-    def _fail(self, sequence: Sequence, reason: str) -> EngineEvent:
-        self._drop(sequence)
-        return EngineEvent(sequence.request.request_id, GenerationError(reason))
-
-    def _drop(self, sequence: Sequence) -> None:
+    def _drop(self, sequence: Sequence, num_tokens: int | None) -> None:
+        """`num_tokens`: how many may have left something in the state; None: nobody knows."""
         del self._sequences[sequence.request.request_id]
         self._scheduler.remove(sequence)
         if sequence.slot is not None:
-            self._pool.take_back(sequence.slot, sequence.num_seen)
+            self._pool.take_back(sequence.slot, num_tokens)

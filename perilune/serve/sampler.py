@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,9 +19,21 @@ class Draw:
 
     def uniform(self) -> float:
         """A number in [0, 1) that depends on seed and position alone: not on the batch, nor on whether the tokens before it were
-        sampled in this request or came back as its prompt. (Philox, a counter-based generator: Salmon et al., SC'11.)"""
-        bits = np.random.Philox(key=self.seed % 2**64, counter=self.position)
-        return float(np.random.Generator(bits).random())
+        sampled in this request or came back as its prompt. (SplitMix64: Steele, Lea, Flood, OOPSLA 2014; element `position` of the
+        stream that begins at the mixed seed.)"""
+        return (_mix(_mix(self.seed) + self.position * _GOLDEN) >> 11) * 2.0**-53
+
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _mix(number: int) -> int:
+    """SplitMix64's output function, of a number modulo 2^64."""
+    number = (number + _GOLDEN) & _MASK
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
+    return number ^ (number >> 31)
 
 
 @dataclass(frozen=True)
@@ -59,8 +70,31 @@ def _sample_whole(weights: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _sample_cut(weights: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Looks at the likeliest few first: sorting a whole vocabulary costs many times the rest."""
+    size = weights.shape[1]
+    if size <= _CANDIDATES:
+        return _sample_sorted(weights, draws)
+    params = [draw.params for draw in draws]
+    candidates = weights.topk(_CANDIDATES, dim=-1).indices.sort(dim=-1).values  # equal weights: the lower id first
+    ordered, place = weights.gather(1, candidates).sort(dim=-1, descending=True, stable=True)
+    kept = _cut(ordered, params, weights.sum(-1, keepdim=True))
+    # All is well if the cut lies among the candidates, and none of what it keeps weighs the same as something beyond them.
+    least_kept = kept.masked_fill(kept == 0, torch.inf).amin(-1)
+    is_enough = (least_kept > ordered[:, -1]) & torch.tensor([not _CANDIDATES <= p.top_k < size for p in params], device=weights.device)
+    ids = candidates.gather(1, place.gather(1, _invert(kept, draws))).squeeze(1)
+    rest = (~is_enough).nonzero().squeeze(1)
+    if len(rest):
+        ids[rest] = _sample_sorted(weights[rest], [draws[row] for row in rest.tolist()])
+    return ids
+
+
+_CANDIDATES = 256
+
+
+def _sample_sorted(weights: Tensor, draws: Sequence[Draw]) -> Tensor:
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
-    return order.gather(1, _invert(_cut(ordered, [draw.params for draw in draws]), draws)).squeeze(1)
+    kept = _cut(ordered, [draw.params for draw in draws], weights.sum(-1, keepdim=True))
+    return order.gather(1, _invert(kept, draws)).squeeze(1)
 
 
 def _weights(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
@@ -70,16 +104,18 @@ def _weights(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
     return (wide / torch.tensor(temperatures, dtype=torch.float64, device=logits.device).unsqueeze(1)).exp()
 
 
-def _cut(ordered: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """`ordered` [rows, vocab_size], falling, with what top_k and then top_p leave out set to zero; the first is always kept."""
+def _cut(ordered: Tensor, params: Sequence[SamplingParams], whole: Tensor) -> Tensor:
+    """`ordered` [rows, likeliest], falling, with what top_k and then top_p leave out set to zero; the first is always kept. `whole`
+    [rows, 1]: the weight of the whole row, which top_p refers to where top_k does not cut."""
     size, device = ordered.shape[1], ordered.device
     rank = torch.arange(size, device=device)
-    top_k = torch.tensor([p.top_k or size for p in params], device=device)
-    kept = torch.where(rank < top_k.unsqueeze(1), ordered, 0.0)
+    top_k = torch.tensor([min(p.top_k or size, size) for p in params], device=device).unsqueeze(1)
+    kept = torch.where(rank < top_k, ordered, 0.0)
     before = kept.cumsum(-1) - kept
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device).unsqueeze(1)
+    total = torch.where(top_k < size, kept.sum(-1, keepdim=True), whole)
     # At 1 nothing is left out, not even what rounding of the sums would put beyond the whole.
-    is_outside = (before >= top_p * kept.sum(-1, keepdim=True)) & (top_p < 1) & (rank > 0)
+    is_outside = (before >= top_p * total) & (top_p < 1) & (rank > 0)
     return kept.masked_fill(is_outside, 0.0)
 
 
@@ -94,9 +130,18 @@ def _invert(weights: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _top(logprobs: Tensor, counts: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
+    """The likeliest of each row; of equal ones the lower id first, as greedy sampling takes them."""
     most = min(max(counts, default=0), logprobs.shape[1])
     if not most:
         return [()] * len(counts)
-    values, ids = logprobs.topk(most, dim=-1)
-    pairs = [list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
-    return [tuple(row[:count]) for row, count in zip(pairs, counts, strict=True)]
+    lowest = logprobs.topk(most, dim=-1).values
+    return [_top_of_row(row, values, min(count, most)) for row, values, count in zip(logprobs, lowest, counts, strict=True)]
+
+
+def _top_of_row(row: Tensor, falling: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    """`falling`: the highest values of the row, at least `count` of them."""
+    if not count:
+        return ()
+    ids = (row >= falling[count - 1]).nonzero().squeeze(1)
+    values, order = row[ids].sort(descending=True, stable=True)
+    return tuple(zip(ids[order[:count]].tolist(), values[:count].tolist(), strict=True))

@@ -1,7 +1,8 @@
 """Scheduler: which sequences get how many tokens of the next step. Pure bookkeeping, no tensors.
 
-Every decoding sequence gets its one token in every step. What the step's budget leaves goes to prompts, first come first served, in
-chunks that end on a fixed grid: a long prompt is read in pieces and never holds up those who are decoding for longer than one step.
+Every decoding sequence gets its one token in every step. Beside that a step reads prompts, up to a budget, in chunks that end on a
+fixed grid. The budget goes round in pieces of one grid step, first come first: a long prompt holds up those who are decoding for no
+longer than one step, and a short prompt that came after it need not wait until it is read.
 """
 
 from collections import deque
@@ -55,21 +56,25 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """The next step of what runs."""
         decode = tuple(s for s in self.running if s.is_decoding)
+        reading = [s for s in self.running if not s.is_decoding]
+        counts = dict.fromkeys(reading, 0)
         budget = self._prefill_tokens
-        prefill = []
-        for sequence in self.running:
-            if sequence.is_decoding:
-                continue
-            count = _grid_chunk(sequence, budget)
-            if not count:
-                break
-            prefill.append(Chunk(sequence, count))
-            budget -= count
-        return StepPlan(decode, tuple(prefill))
+        while budget and reading:
+            left = []
+            for sequence in reading:
+                piece = _next_piece(sequence, counts[sequence])
+                if piece > budget:
+                    budget = 0
+                    break
+                counts[sequence] += piece
+                budget -= piece
+                if counts[sequence] < sequence.num_unseen:
+                    left.append(sequence)
+            reading = left
+        return StepPlan(decode, tuple(Chunk(sequence, count) for sequence, count in counts.items() if count))
 
 
-def _grid_chunk(sequence: Sequence, budget: int) -> int:
-    """As many unseen tokens as the budget allows, ending on the grid or at the prompt's end."""
-    if sequence.num_unseen <= budget:
-        return sequence.num_unseen
-    return max(0, (sequence.num_seen + budget) // PREFILL_GRID * PREFILL_GRID - sequence.num_seen)
+def _next_piece(sequence: Sequence, count: int) -> int:
+    """Tokens to the next grid line, or to the prompt's end, after `count` unseen ones."""
+    seen = sequence.num_seen + count
+    return min(PREFILL_GRID - seen % PREFILL_GRID, sequence.num_unseen - count)

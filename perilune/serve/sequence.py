@@ -45,7 +45,8 @@ class Sequence:
         """The network has read the next `count` tokens, and sent them to `experts` [count, moe_layers, top_k]."""
         self.num_seen += count
         if experts is not None:
-            self._experts.append(experts)
+            # A small copy: what comes is a view of the whole batch's.
+            self._experts.append(experts.to(torch.int16))
 
     def append(self, token_id: int) -> FinishReason | None:
         """Add a sampled token; why the sequence ends with it, None if it goes on."""
@@ -56,4 +57,4 @@ class Sequence:
 
     def experts(self) -> Tensor | None:
         """[positions seen, moe_layers, top_k], None if they were not asked for or nothing was seen."""
-        return torch.cat(self._experts) if self._experts else None
+        return torch.cat(self._experts).long() if self._experts else None

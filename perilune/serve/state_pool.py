@@ -1,14 +1,12 @@
 """StatePool: the slots that sequences keep their state in, each lent to one at a time."""
 
-import os
-from pathlib import Path
-
 import torch
 
 from perilune.errors import UserError
 from perilune.model.config import ModelConfig
 from perilune.model.footprint import footprint
 from perilune.model.state import SequenceState
+from perilune.serve.memory import free_memory
 
 
 class StatePool:
@@ -38,8 +36,8 @@ class StatePool:
         self._lent.add(slot)
         return slot
 
-    def take_back(self, slot: int, num_tokens: int) -> None:
-        """The sequence in `slot` is done, having had `num_tokens` in its state. Raises KeyError for a slot that is not lent."""
+    def take_back(self, slot: int, num_tokens: int | None) -> None:
+        """The sequence in `slot` is done, having had `num_tokens` in its state (None: unknown). Raises KeyError for a slot not lent."""
         self._lent.remove(slot)
         self.state.clear([slot], num_tokens)
         self._free.append(slot)
@@ -58,14 +56,3 @@ def pool_bytes(config: ModelConfig, num_slots: int, max_length: int, dtype: torc
     recurrent = 2 * (cost.state_bytes_fp32 - cost.state_bytes)
     convolutions = cost.state_bytes_fp32 - recurrent
     return num_slots * (recurrent * max(1, dtype.itemsize // 4) + wider * (convolutions + max_length * cost.bytes_per_token))
-
-
-def free_memory() -> int:
-    """Bytes a process may still take without swapping (Linux's estimate; elsewhere the whole memory)."""
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

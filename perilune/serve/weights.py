@@ -23,8 +23,8 @@ def check_weights(model: Decoder, weights: Mapping[str, Tensor]) -> None:
                 f"the new weights' {name!r} is {new.dtype} {tuple(new.shape)}, this model's {tensor.dtype} {tuple(tensor.shape)}: "
                 "send the state_dict of the same model"
             )
-        if not torch.isfinite(new).all():
-            raise UserError(f"the new weights' {name!r} holds a number that is not finite: the engine keeps those it has")
+        if not torch.isfinite(new.to(tensor.dtype)).all():
+            raise UserError(f"the new weights' {name!r} holds a number that is not finite in {tensor.dtype}: the engine keeps those it has")
 
 
 @torch.no_grad()

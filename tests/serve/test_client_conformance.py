@@ -10,7 +10,7 @@ from torch import Tensor
 from perilune.model.tokenizer import ByteTokenizer
 from perilune.serve.api.app import create_app
 from perilune.serve.api.control import largest_update
-from perilune.serve.client import EngineSettings, HttpClient, InProcessClient
+from perilune.serve.client import EngineSettings, GenerationRequest, HttpClient, InProcessClient, SampledToken, SamplingParams
 from tests.serve.client_conformance import ClientConformance, Setup
 from tests.serve.scripted_engine import served
 from tests.serve.small_engines import request, small_model
@@ -55,3 +55,27 @@ def test_answers_in_the_process_and_over_http_are_equal_to_the_last_bit(address:
         return [(a.tokens, a.finished.reason, None if a.finished.experts is None else a.finished.experts.tolist()) for a in answers]
 
     assert asyncio.run(ask(engine())) == asyncio.run(ask(HttpClient(address)))
+
+
+def test_a_request_aborted_before_its_first_token_ends_at_once_though_the_engine_is_busy_with_another() -> None:
+    """One slot: the second request waits behind an endless one, and its server has not begun to answer."""
+    behind = InProcessClient(small_model(torch.float64), EngineSettings(max_sequences=1, max_length=2048, prefill_tokens=64), name="small")
+
+    async def scenario(address: str) -> tuple[str, int]:
+        client = HttpClient(address)
+        endless = client.stream(GenerationRequest((1, 2), SamplingParams(seed=1)))
+        await anext(endless)
+        waiting = GenerationRequest((3, 4), SamplingParams(seed=2))
+        answer = asyncio.create_task(client.generate(waiting))
+        while not client._running - {r for r in client._running if r.request_id != waiting.request_id}:
+            await asyncio.sleep(0)
+        await client.abort([waiting.request_id])
+        ended = await asyncio.wait_for(answer, 30)
+        still_running = await anext(endless)
+        await endless.aclose()
+        await client.close()
+        return ended.finished.reason, len(ended.tokens) + isinstance(still_running, SampledToken)
+
+    with served(create_app(behind, ByteTokenizer())) as address:
+        assert asyncio.run(scenario(address)) == ("abort", 1)
+    asyncio.run(behind.close())

@@ -12,6 +12,7 @@ from perilune.errors import UserError
 from perilune.serve import runner
 from perilune.serve.engine import Engine, EngineSettings
 from perilune.serve.generation import EngineBusyError, Finished, GenerationError, GenerationRequest, SampledToken, SamplingParams
+from perilune.serve.sequence import Sequence
 from tests.model.tiny_models import kimi_linear_config, random_model
 from tests.serve.small_engines import LENGTH, Collected, prompt, request, run_to_end, small_engine, small_model
 
@@ -224,6 +225,7 @@ def damaged(change) -> dict[str, torch.Tensor]:
         (lambda w: w.update({"norm.weight": torch.zeros(3)}), r"'norm.weight' is torch.float32 \(3,\), this model's torch.float32 \(16,\)"),
         (lambda w: w.update({"norm.weight": torch.zeros(16, dtype=torch.int64)}), "'norm.weight' is torch.int64"),
         (lambda w: w["lm_head.weight"].view(-1)[5:6].fill_(math.nan), "'lm_head.weight' holds a number that is not finite"),
+        (lambda w: w.update({"norm.weight": torch.full((16,), 1e300, dtype=torch.float64)}), "not finite in torch.float32"),
     ],
 )
 def test_weights_that_do_not_fit_change_nothing(change, message):
@@ -258,11 +260,55 @@ def test_logits_that_are_not_finite_fail_their_own_request_alone_and_leave_no_tr
     assert set(again) == {collected.generation(healthy[0]).token_ids}
 
 
+def test_what_a_step_told_before_it_raised_is_not_lost_and_nothing_is_left_behind(monkeypatch):
+    """One request ends in the step, and the next one's experts find no memory."""
+    engine = small_engine()
+    ending, recording, going_on = request(3, 1, max_tokens=1), request(3, 2, max_tokens=1, record_experts=True), request(3, 3)
+    collected = Collected([ending, recording, going_on])
+    for r in (ending, recording, going_on):
+        engine.add(r)
+
+    def no_memory(self):
+        if self.request.record_experts:
+            raise MemoryError("no room")
+
+    monkeypatch.setattr(Sequence, "experts", no_memory)
+    with pytest.raises(MemoryError):
+        engine.step()
+    for tensor in (*engine._pool.state.recurrent.values(), *engine._pool.state.latents.values()):
+        tensor[1:] = math.nan  # nobody knows what it left
+    collected.take(engine.fail_all("the engine failed"))
+    engine.check()
+    assert collected.ends[ending.request_id] == Finished("length") and len(collected.tokens[ending.request_id]) == 1
+    assert all(isinstance(collected.ends[r.request_id], GenerationError) for r in (recording, going_on))
+    assert not engine.has_work and engine.abort([going_on.request_id]) == []
+    monkeypatch.undo()
+    # Of two sequences that attend together the shorter one is computed up to the length of the longer.
+    fresh, used = (run_to_end(e, [request(n, n, seed=n) for n in (50, 20)]) for e in (small_engine(), engine))
+    assert [g.logprobs for g in used] == [g.logprobs for g in fresh]
+
+
+def test_recorded_experts_do_not_hold_on_to_those_of_the_batch():
+    engine = small_engine()
+    for r in (request(60, 1, record_experts=True, max_tokens=50), request(60, 2, max_tokens=50)):
+        engine.add(r)
+    for _ in range(5):
+        engine.step()
+    (recording,) = (s for s in engine._sequences.values() if s.request.record_experts)
+    assert sum(t.untyped_storage().nbytes() for t in recording._experts) == recording.num_seen * 4 * 2 * 2
+
+
 def test_experts_are_recorded_for_those_who_ask_only(monkeypatch):
     asked: list[int] = []
     monkeypatch.setattr(runner, "_ExpertRecorder", lambda top_k: asked.append(top_k))
     run_to_end(small_engine(), [request(4, max_tokens=3)])
     assert asked == []
+
+
+@pytest.mark.parametrize("name", ["max_sequences", "max_length", "max_waiting", "num_ids"])
+def test_settings_without_room_are_refused(name):
+    with pytest.raises(UserError, match=f"{name} is 0: it must be at least 1"):
+        EngineSettings(**{name: 0})
 
 
 def test_settings_for_a_prefill_off_the_grid_are_refused():

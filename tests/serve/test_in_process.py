@@ -14,6 +14,7 @@ from perilune.errors import UserError
 from perilune.serve.client.in_process import InProcessClient
 from perilune.serve.engine import EngineSettings
 from perilune.serve.generation import Finished, GenerationError, GenerationRequest, SampledToken, SamplingParams
+from perilune.serve.sequence import Sequence
 from tests.serve.small_engines import LENGTH, request, small_engine, small_model
 
 SETTINGS = EngineSettings(max_sequences=3, max_length=LENGTH, prefill_tokens=64)
@@ -23,19 +24,29 @@ SETTINGS = EngineSettings(max_sequences=3, max_length=LENGTH, prefill_tokens=64)
 def client():
     client = InProcessClient(small_model(torch.float64), SETTINGS, name="small")
     yield client
-    client._engine.check()
+    client._thread._engine.check()
     asyncio.run(client.close())
-    assert not client._thread.is_alive()
+    client._thread._thread.join(10)
+    assert not client._thread._thread.is_alive()
 
 
 def is_idle(client: InProcessClient) -> bool:
-    return not client._engine.has_work and not client._mailboxes and client._engine._pool.num_free == SETTINGS.max_sequences
+    return (
+        not client._thread._engine.has_work
+        and not client._thread._mailboxes
+        and client._thread._engine._pool.num_free == SETTINGS.max_sequences
+    )
 
 
 async def until_idle(client: InProcessClient) -> None:
-    """Let the engine take what was posted: every call is a round trip through its thread."""
+    """Let the engine take what was posted."""
     while not is_idle(client):
-        await client.info()
+        await round_trip(client)
+
+
+async def round_trip(client: InProcessClient) -> None:
+    """Through the engine's thread, once: what was posted before is done."""
+    await client._call(lambda: None)
 
 
 def test_many_tasks_at_once_each_get_their_own_answer(client):
@@ -70,7 +81,7 @@ def test_closing_a_stream_or_cancelling_its_task_frees_the_request(client):
         await anext(stream)
         await stream.aclose()
         tasks = [asyncio.create_task(client.generate(r)) for r in endless[1:]]
-        await client.info()
+        await round_trip(client)
         for task in tasks:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -85,13 +96,12 @@ def test_a_task_cancelled_before_the_engine_took_its_request_leaves_nothing_behi
     gate = threading.Event()
 
     async def leave():
-        client._post(gate.wait)
+        client._thread.post(gate.wait)
         task = asyncio.create_task(client.generate(GenerationRequest((1, 2, 3))))
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         gate.set()
-        await client.info()
         await until_idle(client)
 
     asyncio.run(asyncio.wait_for(leave(), 30))
@@ -148,7 +158,7 @@ def test_one_client_serves_several_event_loops_at_once_and_in_turn(client):
 def test_a_loop_that_was_closed_under_its_requests_frees_them(client):
     loop = asyncio.new_event_loop()
     task = loop.create_task(client.generate(GenerationRequest((1, 2, 3))))
-    loop.run_until_complete(client.info())
+    loop.run_until_complete(round_trip(client))
     loop.close()
     task._log_destroy_pending = False
     asyncio.run(asyncio.wait_for(until_idle(client), 30))
@@ -157,7 +167,7 @@ def test_a_loop_that_was_closed_under_its_requests_frees_them(client):
 
 
 def test_a_step_that_raises_fails_the_requests_it_held_and_the_engine_goes_on(client, monkeypatch, caplog):
-    run = client._engine._runner.run
+    run = client._thread._engine._runner.run
     failures = iter([True])
 
     def failing(plan):
@@ -165,14 +175,14 @@ def test_a_step_that_raises_fails_the_requests_it_held_and_the_engine_goes_on(cl
             raise MemoryError("no room")
         return run(plan)
 
-    monkeypatch.setattr(client._engine._runner, "run", failing)
+    monkeypatch.setattr(client._thread._engine._runner, "run", failing)
 
     async def both():
         return await asyncio.gather(*(client.generate(request(5, i)) for i in range(2)), return_exceptions=True)
 
     async def first_one_is_held_back():
         gate = threading.Event()
-        client._post(gate.wait)
+        client._thread.post(gate.wait)
         answers = asyncio.ensure_future(both())
         await asyncio.sleep(0)
         gate.set()
@@ -182,6 +192,63 @@ def test_a_step_that_raises_fails_the_requests_it_held_and_the_engine_goes_on(cl
         assert isinstance(answer, GenerationError) and "no room" in str(answer)
     assert "an engine step failed" in caplog.text
     assert len(asyncio.run(client.generate(request(5, max_tokens=4))).tokens) == 4
+
+
+def test_a_step_that_raises_after_it_ended_a_request_leaves_nobody_waiting(client, monkeypatch):
+    monkeypatch.setattr(Sequence, "experts", lambda self: 1 / 0 if self.request.record_experts else None)
+    requests = [request(3, i, max_tokens=1, record_experts=i == 1) for i in range(3)]
+
+    async def all_at_once():
+        gate = threading.Event()
+        client._thread.post(gate.wait)
+        answers = asyncio.gather(*(client.generate(r) for r in requests), return_exceptions=True)
+        await asyncio.sleep(0)
+        gate.set()
+        return await asyncio.wait_for(answers, 30)
+
+    first, *others = asyncio.run(all_at_once())
+    assert len(first.tokens) == 1
+    assert all(isinstance(answer, GenerationError) for answer in others)
+    assert is_idle(client)
+
+
+def test_even_a_request_that_the_engine_lost_gets_an_answer(client, monkeypatch):
+    steps = iter([True])
+    step, fail_all = client._thread._engine.step, client._thread._engine.fail_all
+    monkeypatch.setattr(client._thread._engine, "step", lambda: 1 / 0 if next(steps, False) else step())
+    monkeypatch.setattr(client._thread._engine, "fail_all", lambda reason: fail_all(reason)[:0])
+    with pytest.raises(GenerationError, match="the engine failed in the step"):
+        asyncio.run(asyncio.wait_for(client.generate(request(5)), 30))
+
+
+def test_a_command_that_raises_does_not_end_the_engine(client):
+    client._thread.post(lambda: 1 / 0)
+    assert len(asyncio.run(client.generate(request(5, max_tokens=4))).tokens) == 4
+
+
+def test_what_was_posted_before_close_is_still_done(client):
+    gate, done = threading.Event(), threading.Event()
+
+    async def close():
+        client._thread.post(gate.wait)
+        client._thread.post(done.set)
+        closing = asyncio.create_task(client.close())
+        await asyncio.sleep(0)
+        gate.set()
+        await closing
+
+    asyncio.run(asyncio.wait_for(close(), 30))
+    assert done.is_set()
+
+
+def test_a_client_that_is_forgotten_stops_its_engine():
+    client = InProcessClient(small_model(), SETTINGS)
+    asyncio.run(client.generate(request()))
+    thread = client._thread
+    del client
+    gc.collect()
+    assert thread.is_stopped
+    thread.stop().result(30)
 
 
 def test_new_weights_reach_running_requests_and_bad_ones_reach_nobody(client):
@@ -217,11 +284,17 @@ def test_close_ends_what_runs_and_later_calls_say_so():
     assert answer.finished.reason == "abort" and end == Finished("abort")
 
 
-def test_a_client_that_nobody_closed_does_not_keep_the_process_alive():
+@pytest.mark.parametrize("ending", ["pass", "sys.exit(3)", "raise ValueError('a bug of the trainer')"])
+def test_a_process_ends_as_it_would_without_an_engine_also_while_requests_run(ending):
     script = (
-        "import asyncio\nfrom perilune.serve.client.in_process import InProcessClient\n"
-        "from tests.serve.test_in_process import SETTINGS, request, small_model\n"
-        "client = InProcessClient(small_model(), SETTINGS)\nprint(len(asyncio.run(client.generate(request())).tokens))"
+        "import asyncio, sys\nfrom perilune.serve.client.in_process import InProcessClient\n"
+        "from perilune.serve.generation import GenerationRequest\nfrom tests.serve.test_in_process import SETTINGS, small_model\n"
+        "client = InProcessClient(small_model(), SETTINGS)\n"
+        "async def leave():\n    streams = [client.stream(GenerationRequest((1, 2, i))) for i in range(3)]\n"
+        "    for stream in streams:\n        await anext(stream)\n    print('running')\n    return streams\n"
+        f"loop = asyncio.new_event_loop()\nstreams = loop.run_until_complete(leave())\n{ending}\n"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "8\n", "")
+    assert result.stdout == "running\n"
+    assert result.returncode == {"pass": 0, "sys.exit(3)": 3}.get(ending, 1)
+    assert "terminate" not in result.stderr and ("ValueError" in result.stderr) == ("ValueError" in ending)

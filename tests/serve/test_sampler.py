@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.errors import UserError
+from perilune.serve import sampler
 from perilune.serve.generation import SamplingParams
 from perilune.serve.sampler import Draw, sample
 
@@ -48,7 +49,7 @@ draws = st.builds(
         SamplingParams,
         temperature=st.sampled_from([0.0, 1e-300, 0.05, 0.7, 1.0, 30.0]),
         top_p=st.sampled_from([1e-9, 0.3, 0.5, 0.9, 0.999, 1.0]),
-        top_k=st.integers(0, VOCABULARY + 3),
+        top_k=st.integers(0, VOCABULARY + 3) | st.just(10**30),
         top_logprobs=st.integers(0, 20),
     ),
     st.integers(-(2**70), 2**70),
@@ -70,6 +71,33 @@ def test_every_row_of_a_batch_is_sampled_as_the_definition_says(batch):
         assert [value for _, value in result.top[i]] == pytest.approx(sorted(logprobs[i].tolist(), reverse=True)[:count], abs=1e-4)
         assert all(value == pytest.approx(float(logprobs[i, token]), abs=1e-4) for token, value in result.top[i])
         assert len({token for token, _ in result.top[i]}) == count
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 5.0])
+@pytest.mark.parametrize("has_ties", [False, True])
+def test_a_large_vocabulary_is_cut_without_sorting_it_and_gives_what_sorting_gives(spread, has_ties):
+    """Flat rows, whose cut lies beyond the candidates, peaked ones, and rows full of equal logits."""
+    random = torch.Generator().manual_seed(0)
+    size = 20 * sampler._CANDIDATES
+    logits = spread * torch.randn(48, size, generator=random)
+    if has_ties:
+        logits = (logits * 4).round() / 4
+    cuts = [(p, k) for p in (0.01, 0.1, 0.5, 0.9, 0.95, 0.999, 1.0) for k in (0, 1, 40, 255, 256, 1000, size - 1) if p < 1 or k]
+    draws = [Draw(SamplingParams(top_p=p, top_k=k), seed, 3) for seed, (p, k) in enumerate(cuts)]
+    weights = sampler._weights(logits, [1.0] * 48)
+    assert torch.equal(sampler._sample_cut(weights, draws), sampler._sample_sorted(weights, draws))
+
+
+def test_peaked_rows_of_a_large_vocabulary_are_not_sorted(monkeypatch):
+    monkeypatch.setattr(sampler, "_sample_sorted", lambda weights, draws: pytest.fail("a row was sorted"))
+    logits = 5 * torch.randn(8, 5000, generator=torch.Generator().manual_seed(1))
+    sample(logits, [Draw(SamplingParams(top_p=0.9, top_k=50 * (i % 2)), i, 0) for i in range(8)])
+
+
+def test_of_equal_logits_the_lowest_ids_are_listed_and_greedy_takes_the_first():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, 2.0, 2.0, 0.0]]).repeat(1, 1)
+    result = sample(logits, [Draw(SamplingParams(temperature=0, top_logprobs=4), 0, 0)])
+    assert result.ids == [1] and [token for token, _ in result.top[0]] == [1, 2, 3, 4]
 
 
 def test_sampled_frequencies_are_the_models_probabilities():

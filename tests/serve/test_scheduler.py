@@ -70,6 +70,18 @@ def test_a_long_prompt_does_not_hold_up_those_who_decode():
     assert long.num_unseen > 300 and not long.num_sampled
 
 
+def test_a_short_prompt_does_not_wait_until_a_long_one_before_it_is_read():
+    scheduler = Scheduler(128)
+    long, short = sequence(2000), sequence(70)
+    for s in (long, short):
+        scheduler.add(s)
+        scheduler.admit()
+    assert [count for _, count in carry_out(scheduler)] == [64, 64]
+    assert [count for _, count in carry_out(scheduler)] == [64, 6]
+    assert short.num_sampled == 1
+    assert [count for _, count in carry_out(scheduler)] == [128]
+
+
 @pytest.mark.parametrize("tokens", [0, 63, 100])
 def test_a_budget_off_the_grid_is_refused(tokens):
     with pytest.raises(ValueError, match="multiple of 64"):

@@ -9,7 +9,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from perilune.serve.api.errors import ApiError
 
-MAX_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES = 16 << 20
+"""A million token ids are about seven."""
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 
 

@@ -56,7 +56,7 @@ class SamplingFields(RequestPart):
     top_k: int = Field(default=0, ge=-1, le=_INT64)
     # Not negative: elsewhere -1 asks for a random seed, and a group of equal answers is a costly misunderstanding.
     seed: int | None = Field(default=None, ge=0, le=_INT64)
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list, max_length=256, fail_fast=True)
     ignore_eos: bool = False
     logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     stop: Annotated[None, BeforeValidator(_refuse_stop_strings)] = None

@@ -140,8 +140,7 @@ class Sampling(RequestPart):
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     def sampling_params(self, choice: int, max_tokens: int | None, stop_token_ids: tuple[int, ...], top_logprobs: int) -> SamplingParams:
-        """For answer number `choice` to a prompt. With a seed, every answer has one of its own, the first the seed itself (a negative
-        one, which the engine does not take, modulo 2^63)."""
+        """For answer number `choice` to a prompt. With a seed, every answer has one of its own, the first the seed itself."""
         seed = None if self.seed is None else (self.seed + choice * _SEED_STEP) % 2**63
         return SamplingParams(
             max_tokens=max_tokens,

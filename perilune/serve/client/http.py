@@ -1,7 +1,8 @@
 """HttpClient: an engine behind the token endpoint and the control endpoints of `perilune serve`."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +42,10 @@ _EVENT: TypeAdapter[_ErrorBody | GenerateChunk] = TypeAdapter(_ErrorBody | Gener
 
 @dataclass(eq=False)
 class _Running:
+    """A request of this client. `opening`: the wait for the beginning of its answer, None after that."""
+
     request_id: str
-    is_aborted: bool = False
+    opening: asyncio.Timeout | None = None
 
 
 class HttpClient:
@@ -83,18 +86,22 @@ class HttpClient:
         running = _Running(request.request_id)
         self._running.add(running)
         try:
-            async with (
-                self._answer("POST", "/inference/v1/generate", json=_body(request, self._model)) as response,
-                aclosing(self._events(response)) as events,
-            ):
-                if running.is_aborted:
-                    # It was asked for before the server knew the request.
-                    await self._abort([request.request_id])
-                async for event in events:
-                    if isinstance(event, Finished):
-                        finished = event
-                        break
-                    yield event
+            async with AsyncExitStack() as stack:
+                try:
+                    async with asyncio.timeout(None) as running.opening:
+                        answer = self._answer("POST", "/inference/v1/generate", json=_body(request, self._model))
+                        response = await stack.enter_async_context(answer)
+                except TimeoutError:
+                    # Aborted before the first token. The server may not know the request yet: hanging up ends it when it does.
+                    finished = Finished("abort")
+                else:
+                    running.opening = None
+                    events = await stack.enter_async_context(aclosing(self._events(response)))
+                    async for event in events:
+                        if isinstance(event, Finished):
+                            finished = event
+                            break
+                        yield event
         finally:
             self._running.remove(running)
         if finished is None:
@@ -141,7 +148,8 @@ class HttpClient:
         if not request_ids:
             return
         for running in self._running:
-            running.is_aborted |= running.request_id in request_ids
+            if running.request_id in request_ids and running.opening is not None and not running.opening.expired():
+                running.opening.reschedule(0)
         async with self._answer("POST", "/abort_requests", json={"request_ids": list(request_ids)}):
             pass
 

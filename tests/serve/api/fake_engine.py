@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import httpx
@@ -135,8 +136,8 @@ def message_ids(message: AssistantMessage, thinking: bool = True, tokenizer: Tok
     return ids[len(tokenizer.encode(generation_prefix(thinking))) :]
 
 
-def app_of(engine: FakeEngine, api_key: str | None = None, tokenizer: Tokenizer = TOKENIZER) -> FastAPI:
-    return create_app(engine, tokenizer, api_key=api_key)
+def app_of(engine: FakeEngine, api_key: str | None = None) -> FastAPI:
+    return create_app(engine, TOKENIZER, api_key=api_key)
 
 
 def ask(app: FastAPI, use: Callable[[httpx.AsyncClient], Awaitable[T]]) -> T:
@@ -149,10 +150,27 @@ def ask(app: FastAPI, use: Callable[[httpx.AsyncClient], Awaitable[T]]) -> T:
     return asyncio.run(run())
 
 
+class _Stage:
+    """An EngineClient that is the engine put on it: one app can serve many tests."""
+
+    engine: FakeEngine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+@cache
+def _stage(tokenizer: Tokenizer) -> tuple[_Stage, FastAPI]:
+    stage = _Stage()
+    return stage, create_app(stage, tokenizer)
+
+
 def post(engine: FakeEngine, path: str, body: object, tokenizer: Tokenizer = TOKENIZER) -> httpx.Response:
     """The answer to one request. `body` may be what no JSON should be, NaN and lone surrogates."""
     content, headers = json.dumps(body), {"Content-Type": "application/json"}
-    return ask(app_of(engine, tokenizer=tokenizer), lambda client: client.post(path, content=content, headers=headers))
+    stage, app = _stage(tokenizer)
+    stage.engine = engine
+    return ask(app, lambda client: client.post(path, content=content, headers=headers))
 
 
 def stream(engine: FakeEngine, path: str, body: dict[str, object], tokenizer: Tokenizer = TOKENIZER) -> list[dict[str, Any]]:

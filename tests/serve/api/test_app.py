@@ -5,11 +5,13 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 import perilune
 from perilune.errors import UserError
 from perilune.model.chat import AssistantMessage
 from perilune.serve.api.app import create_app
+from perilune.serve.api.errors import AnswerErrors
 from perilune.serve.api.gate import MAX_BODY_BYTES
 from perilune.serve.generation import EngineBusyError, EngineInfo, GenerationError
 from tests.serve.api.fake_engine import NAME, TOKENIZER, FakeEngine, app_of, ask, completion_ids, message_ids, post, stream
@@ -47,8 +49,9 @@ def error_of(answer: httpx.Response) -> dict[str, object]:
 
 
 def test_the_model_is_listed_with_its_length_and_weight_version() -> None:
-    entry = get(f"/v1/models/{NAME}").json()
-    assert get("/v1/models").json() == {"object": "list", "data": [entry]}
+    app = app_of(FakeEngine())
+    entry = ask(app, lambda client: client.get(f"/v1/models/{NAME}")).json()
+    assert ask(app, lambda client: client.get("/v1/models")).json() == {"object": "list", "data": [entry]}
     created = entry.pop("created")
     assert created > 1_700_000_000
     assert entry == {"id": NAME, "object": "model", "owned_by": "perilune", "max_model_len": 4096, "weight_version": 7}
@@ -98,15 +101,17 @@ def test_health_is_whether_the_engine_answers(monkeypatch: pytest.MonkeyPatch) -
 # The key.
 
 
-@pytest.mark.parametrize(("method", "path"), ROUTES)
 @pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer", "Bearer ", "Basic key🗝", "key🗝", "Bearer key", "Bearer key🗝x"])
-def test_with_a_key_nothing_is_served_without_it(method: str, path: str, given: str | None) -> None:
+def test_with_a_key_nothing_is_served_without_it(given: str | None) -> None:
     headers = {} if given is None else {"Authorization": given.encode()}
-    engine = FakeEngine()
-    answer = ask(app_of(engine, "key🗝"), lambda client: client.request(method, path, headers=headers, content=b"{}"))
-    assert answer.status_code == 401
-    assert error_of(answer)["type"] == "authentication_error"
-    assert answer.headers["www-authenticate"] == "Bearer"
+
+    async def answers(client: httpx.AsyncClient) -> list[httpx.Response]:
+        return [await client.request(method, path, headers=headers, content=b"{}") for method, path in ROUTES]
+
+    for answer in ask(app_of(FakeEngine(), "key🗝"), answers):
+        assert answer.status_code == 401
+        assert error_of(answer)["type"] == "authentication_error"
+        assert answer.headers["www-authenticate"] == "Bearer"
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
@@ -200,6 +205,21 @@ def test_a_body_larger_than_the_limit_is_refused_declared_or_not() -> None:
         assert str(MAX_BODY_BYTES) in str(error_of(answer)["message"])
 
 
+def test_of_a_body_declared_too_large_nothing_is_read() -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(MAX_BODY_BYTES + 1).encode())]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        raise AssertionError("read")
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "raw_path": CHAT.encode(), "query_string": b"", "headers": headers}
+    asyncio.run(app_of(FakeEngine())(scope, receive, send))
+    assert sent[0]["status"] == 413
+
+
 def test_an_error_quotes_no_more_than_a_little_of_what_was_sent() -> None:
     answer = post(FakeEngine(), CHAT, {**BODIES[CHAT], "model": "x" * 100_000})
     assert answer.status_code == 404
@@ -243,6 +263,21 @@ def test_a_failure_before_the_first_token_is_answered_with_its_status(
     assert answer.headers.get("retry-after") == ("1" if status == 503 else None)
     logged = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert [record.exc_info[1] for record in logged if record.exc_info] == ([failure] if status == 500 else [])
+
+
+def test_a_failure_in_the_middle_of_an_answer_is_left_to_the_server() -> None:
+    async def breaks(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ZeroDivisionError
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(AnswerErrors(breaks)({"type": "http"}, send, send))  # type: ignore[arg-type]
+    assert len(sent) == 1
 
 
 class FailsLate(FakeEngine):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from perilune.model.chat import AssistantMessage, ToolCall, ToolDeclaration, UserMessage
 from perilune.model.chat_format import chat_format
-from perilune.model.chat_parser import AssistantParser, CallFinished
+from perilune.model.chat_parser import AssistantParser, CallFinished, CallStarted
 from perilune.model.tokenizer import KIMI_K2, Segment, TiktokenTokenizer
 from perilune.serve.api.call_arguments import CallArguments
 from perilune.serve.api.chat_answer import ChatChunks, chat_choice
@@ -116,6 +116,15 @@ def test_a_call_that_is_cut_off_is_left_out_and_is_no_json_object_in_a_stream() 
     assert arguments == {0: '{"city":"Zürich","days":3}', 1: '{"city":"Zürich","days":'}
 
 
+def test_a_call_that_is_cut_off_before_its_arguments_is_not_shown_at_all() -> None:
+    ids = message_ids(AssistantMessage("", "", (CALL,)))
+    cut = next(
+        end for end in range(len(ids)) if any(isinstance(event, CallStarted) for event in AssistantParser(TOKENIZER).push(ids[:end]))
+    )
+    for event in stream(FakeEngine(ids), PATH, body(tools=[WEATHER], max_tokens=cut)):
+        assert "tool_calls" not in event["choices"][0]["delta"]
+
+
 def test_an_answer_cut_off_in_its_only_call_ended_by_length() -> None:
     ids = message_ids(AssistantMessage("", "", (CALL,)))[:-20]
     choice = post(FakeEngine(ids), PATH, body(tools=[WEATHER], max_tokens=len(ids))).json()["choices"][0]
@@ -172,6 +181,13 @@ def test_a_stop_string_that_has_only_begun_is_shown_once_the_response_is_over() 
     assert "".join(delta.get("content", "") for delta in deltas[:first_call]) == "It is ST"
 
 
+def test_a_stop_string_that_has_only_begun_is_shown_where_the_answer_is_cut_off() -> None:
+    ids = message_ids(AssistantMessage("It is STOPPED"), thinking=False)[: len("It is ST")]
+    fields = body(stop="STOP", reasoning_effort="none", max_tokens=len(ids))
+    assert post(FakeEngine(ids), PATH, fields).json()["choices"][0]["message"]["content"] == "It is ST"
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in stream(FakeEngine(ids), PATH, fields)) == "It is ST"
+
+
 def test_a_stop_token_of_the_request_ends_the_answer_unseen() -> None:
     choice = ask_once(REPLY, stop_token_ids=[ord("y")], return_token_ids=True)["choices"][0]
     assert choice["message"]["content"] == "It is sunn"
@@ -209,6 +225,15 @@ def test_every_token_has_one_logprob_with_its_text_and_bytes() -> None:
         {"token": "\x01", "logprob": logprob(1), "bytes": [1]},
     ]
     assert ask_once(REPLY, logprobs=True)["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+def test_a_probability_of_zero_has_a_logprob_that_json_can_say() -> None:
+    class Certain(FakeEngine):
+        def _top(self, token_id: int, number: int) -> tuple[tuple[int, float], ...]:
+            return ((token_id, 0.0), (1, float("-inf")))
+
+    answer = post(Certain(message_ids(REPLY)), PATH, body(logprobs=True, top_logprobs=2))
+    assert [top["logprob"] for top in answer.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]] == [0.0, -9999.0]
 
 
 def test_token_ids_are_returned_on_demand() -> None:
@@ -320,6 +345,13 @@ def test_k2_arguments_stream_and_a_call_that_is_cut_off_is_no_json_object() -> N
     ]
 
 
+def test_k2_arguments_that_were_cut_off_before_they_began_are_not_shown_as_none() -> None:
+    said = K2_CALLS.replace("{", "   {", 1)
+    cut = len(K2.encode([Segment(said.split("{")[0], allow_special=True)]))
+    for event in stream(k2_engine(said), PATH, body(tools=[WEATHER], max_tokens=cut), K2):
+        assert "tool_calls" not in event["choices"][0]["delta"]
+
+
 def test_k2_cannot_be_told_not_to_call() -> None:
     answer = post(k2_engine(K2_CALLS), PATH, body(tools=[WEATHER], tool_choice="none"), K2)
     assert answer.status_code == 400 and "tool choice" in answer.json()["error"]["message"]
@@ -344,6 +376,12 @@ def read(ids: Sequence[int], request: ChatRequest, reason: FinishReason = "stop"
         if reader.is_over:
             return [*pieces, reader.finish("stop")]
     return [*pieces, reader.finish(reason)]
+
+
+def test_calls_of_an_answer_that_was_aborted_are_shown_and_its_finish_reason_stays() -> None:
+    request = request_with([])
+    choice = chat_choice(0, request, TOKENIZER, read(message_ids(CALLING)[:-1], request, "abort"))
+    assert len(choice.message.tool_calls or ()) == 2 and choice.finish_reason == "abort"
 
 
 def both_ways(pieces: Sequence[ChatPiece], request: ChatRequest) -> tuple[ChatChoice, list[ChatChunkChoice]]:

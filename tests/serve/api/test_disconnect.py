@@ -8,9 +8,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 import uvicorn
+from starlette.types import Message
 
 from perilune.model.chat import AssistantMessage
-from tests.serve.api.fake_engine import NAME, FakeEngine, app_of, message_ids, text_ids
+from perilune.serve.api.streaming import EventStream
+from perilune.serve.generation import GenerationRequest, SampledToken
+from tests.serve.api.fake_engine import NAME, FakeEngine, app_of, message_ids, post, text_ids
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -51,7 +54,9 @@ def run(engine: FakeEngine, use: Callable[[tuple[str, int]], Awaitable[None]]) -
 
 @pytest.mark.parametrize(("path", "is_streamed"), ALL)
 @pytest.mark.parametrize("how", ["closes", "resets"])
-def test_a_request_that_waits_for_its_first_token_is_aborted_when_its_client_is_gone(path: str, is_streamed: bool, how: str) -> None:
+def test_a_request_that_waits_for_its_first_token_is_aborted_when_its_client_is_gone(
+    path: str, is_streamed: bool, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = FakeEngine(ANSWERS[path], pause_at=0)
 
     async def use(address: tuple[str, int]) -> None:
@@ -66,6 +71,7 @@ def test_a_request_that_waits_for_its_first_token_is_aborted_when_its_client_is_
         assert len(engine.requests) == (2 if path == CHAT else 4)
 
     run(engine, use)
+    assert caplog.records == []  # someone who leaves is no error
 
 
 @pytest.mark.parametrize(("path", "is_streamed"), ALL)
@@ -112,3 +118,43 @@ def test_a_client_that_stays_has_its_whole_answer_and_nothing_is_aborted(path: s
         assert engine.left == []
 
     run(engine, use)
+
+
+class Watched:
+    """An iterator that is no generator: nothing but a call of `aclose` closes it."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def __aiter__(self) -> "Watched":
+        return self
+
+    async def __anext__(self) -> SampledToken:
+        return SampledToken(ord("a"), 0.0, 0)
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+
+
+def test_what_an_engine_streams_is_closed_after_a_stop_string() -> None:
+    class Engine(FakeEngine):
+        events = Watched()
+
+        def stream(self, request: GenerationRequest) -> Watched:  # type: ignore[override]
+            return self.events
+
+    answer = post(Engine(), COMPLETIONS, {"model": NAME, "prompt": "x", "stop": "aa"})
+    assert (answer.json()["choices"][0]["text"], Engine.events.is_closed) == ("", True)
+
+
+def test_a_stream_whose_client_is_gone_before_it_begins_is_closed() -> None:
+    events = Watched()
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    asyncio.run(EventStream(events)({"type": "http"}, receive, send))  # type: ignore[arg-type]
+    assert events.is_closed

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from perilune.model.chat import AssistantMessage, SystemMessage, ToolCall, ToolMessage, UserMessage
 from perilune.serve.api.chat_request import ChatMessage, ChatRequest
 from perilune.serve.api.conversation import conversation
-from tests.serve.api.fake_engine import NAME, FakeEngine, completion_ids, post
+from tests.serve.api.fake_engine import NAME, TOKENIZER, FakeEngine, completion_ids, post
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -73,6 +73,11 @@ def test_chat_refuses_by_name_what_it_does_not_honour(field: str, value: object)
 def test_completions_refuse_by_name_what_they_do_not_honour(field: str, value: object) -> None:
     error = refusal(COMPLETIONS, completion_body(**{field: value}))
     assert (error["param"], error["code"]) == (field, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(("field", "value"), [("frequency_penalty", False), ("store", 0), ("logit_bias", []), ("min_tokens", "0")])
+def test_what_only_resembles_a_value_that_asks_for_nothing_is_refused(field: str, value: object) -> None:
+    assert refusal(CHAT, chat_body(**{field: value}))["param"] == field
 
 
 def test_values_that_ask_for_nothing_pass() -> None:
@@ -274,6 +279,13 @@ def test_left_out_fields_are_the_defaults_of_the_openai_api() -> None:
         sampling = engine.requests[0].sampling
         assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (1.0, 1.0, 0, None)
         assert (sampling.max_tokens, sampling.top_logprobs) == (limit, 0)
+
+
+def test_ends_that_the_model_cannot_sample_are_not_asked_for() -> None:
+    engine = FakeEngine(max_length=10)
+    engine.vocab_size = TOKENIZER.eos_id + 1
+    assert post(engine, COMPLETIONS, completion_body(prompt=[1])).status_code == 200
+    assert engine.requests[0].sampling.stop_token_ids == (TOKENIZER.eos_id,)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
