@@ -72,15 +72,16 @@ def _sample_whole(weights: Tensor, draws: Sequence[Draw]) -> Tensor:
 def _sample_cut(weights: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Looks at the likeliest few first: sorting a whole vocabulary costs many times the rest."""
     size = weights.shape[1]
-    if size <= _CANDIDATES:
+    few = max(_CANDIDATES, size // 64)
+    if size <= few:
         return _sample_sorted(weights, draws)
     params = [draw.params for draw in draws]
-    candidates = weights.topk(_CANDIDATES, dim=-1).indices.sort(dim=-1).values  # equal weights: the lower id first
+    candidates = weights.topk(few, dim=-1).indices.sort(dim=-1).values  # equal weights: the lower id first
     ordered, place = weights.gather(1, candidates).sort(dim=-1, descending=True, stable=True)
     kept = _cut(ordered, params, weights.sum(-1, keepdim=True))
     # All is well if the cut lies among the candidates, and none of what it keeps weighs the same as something beyond them.
     least_kept = kept.masked_fill(kept == 0, torch.inf).amin(-1)
-    is_enough = (least_kept > ordered[:, -1]) & torch.tensor([not _CANDIDATES <= p.top_k < size for p in params], device=weights.device)
+    is_enough = (least_kept > ordered[:, -1]) & torch.tensor([not few <= p.top_k < size for p in params], device=weights.device)
     ids = candidates.gather(1, place.gather(1, _invert(kept, draws))).squeeze(1)
     rest = (~is_enough).nonzero().squeeze(1)
     if len(rest):
