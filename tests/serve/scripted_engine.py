@@ -17,7 +17,7 @@ from perilune.errors import UserError
 from perilune.model.tokenizer import ByteTokenizer
 from perilune.serve.api.app import create_app
 from perilune.serve.client.collect import collect
-from perilune.serve.generation import EngineBusyError, EngineInfo, Finished, Generation, GenerationRequest, SampledToken
+from perilune.serve.generation import EngineBusyError, EngineInfo, Finished, FinishReason, Generation, GenerationRequest, SampledToken
 
 VOCABULARY = 300
 LENGTH = 64
@@ -80,19 +80,24 @@ class ScriptedEngine:
                     self.held.put(request.request_id)
                     await aborted.wait()
                 if aborted.is_set():
-                    yield Finished("abort", self._experts(request, place))
+                    yield self._finished("abort", request, place)
                     return
                 if place in self.fail_at:
                     raise self.fail_at[place]
                 token = self.script(request, place, self.version)
                 yield token
                 if token.id in request.sampling.stop_token_ids:
-                    yield Finished("stop", self._experts(request, place + 1))
+                    yield self._finished("stop", request, place + 1)
                     return
-            yield Finished("length", self._experts(request, limit))
+            yield self._finished("length", request, limit)
         finally:
-            del running[request.request_id]
+            running.pop(request.request_id, None)
             ended.put(request.request_id)
+
+    def _finished(self, reason: FinishReason, request: GenerationRequest, count: int) -> Finished:
+        """The end of a request, whose id is free before anyone hears of it."""
+        self._running.pop(request.request_id, None)
+        return Finished(reason, self._experts(request, count))
 
     async def generate(self, request: GenerationRequest) -> Generation:
         return await collect(request, self.stream(request))
