@@ -13,12 +13,12 @@ from perilune.model.hub import load_model
 from perilune.model.hub_config import read_config
 from perilune.model.plan import short_count
 from perilune.model.tokenizer import Tokenizer, load_tokenizer
-from perilune.serve.api.control import largest_update
 from perilune.serve.client.in_process import InProcessClient
 from perilune.serve.engine import EngineSettings
 from perilune.serve.memory import free_memory
 from perilune.serve.scheduler import PREFILL_GRID
 from perilune.serve.state_pool import pool_bytes
+from perilune.serve.weights import largest_update
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ONE_THREAD_PARAMETERS = 50_000_000

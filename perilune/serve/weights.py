@@ -1,4 +1,4 @@
-"""Replacing a model's weights in place: all of them or none."""
+"""Replacing a model's weights in place: what may be sent, whether it fits, and all of it or nothing."""
 
 from collections.abc import Mapping
 
@@ -32,3 +32,10 @@ def copy_weights(model: Decoder, weights: Mapping[str, Tensor]) -> None:
     """Overwrite the model's tensors with checked ones, converted to their dtypes."""
     for name, tensor in model.state_dict().items():
         tensor.copy_(weights[name])
+
+
+def largest_update(model: Decoder) -> int:
+    """Bytes of the largest safetensors file that can be this model's weights: fp32, or what is wider in the model, and the header."""
+    tensors: dict[str, Tensor] = model.state_dict()
+    header = 4096 + sum(256 + len(name) for name in tensors)
+    return header + sum(tensor.numel() * max(tensor.element_size(), 4) for tensor in tensors.values())

@@ -20,7 +20,6 @@ from perilune.model.chat_parser import parse_conversation
 from perilune.model.decoder import Decoder
 from perilune.model.tokenizer import KIMI_K2, BpeTokenizer, ByteTokenizer, Segment, TiktokenTokenizer, Tokenizer
 from perilune.serve.chat_repl import ChatOptions, chat, open_terminal
-from perilune.serve.chat_screen import Screen, visible
 from perilune.serve.client.in_process import InProcessClient
 from perilune.serve.engine import EngineSettings
 from perilune.serve.generation import (
@@ -360,25 +359,6 @@ def test_what_the_model_samples_cannot_drive_the_terminal(styled: bool) -> None:
         shown = shown.replace(style, "")
     assert not any((character < " " and character != "\n") or "\x7f" <= character < "\xa0" or character == "\u202e" for character in shown)
     assert shown.count(r"\x1b]0;title\x07\x1b[2J\x9b1m\r\x08\x7f\u202e[bold]x[/bold] :smile: \x00") == 4
-
-
-@given(text=st.text())
-def test_visible_text_holds_no_control_characters_and_is_the_text_where_there_were_none(text: str) -> None:
-    shown = visible(text)
-    assert not any((character < " " and character not in "\n\t") or "\x7f" <= character < "\xa0" for character in shown)
-    assert visible(shown) == shown
-    if text.isprintable():
-        assert shown == text
-
-
-@given(pieces=st.lists(st.text("ab\n\t~ ", max_size=5)))
-def test_what_is_written_in_pieces_reads_like_what_is_written_at_once(pieces: list[str]) -> None:
-    screens = io.StringIO(), io.StringIO()
-    in_pieces, at_once = (Screen(Console(file=file, width=5)) for file in screens)
-    for piece in pieces:
-        in_pieces.aside(piece)
-    at_once.aside("".join(pieces))
-    assert screens[0].getvalue() == screens[1].getvalue()
 
 
 def test_tabs_and_long_lines_reach_the_screen_as_they_are() -> None:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from perilune.model.tokenizer import ByteTokenizer
 from perilune.serve.api.app import create_app
-from perilune.serve.api.control import largest_update
 from perilune.serve.client import EngineSettings, GenerationRequest, HttpClient, InProcessClient, SampledToken, SamplingParams
+from perilune.serve.weights import largest_update
 from tests.serve.client_conformance import ClientConformance, Setup
 from tests.serve.scripted_engine import served
 from tests.serve.small_engines import request, small_model

@@ -12,9 +12,7 @@ from fastapi import APIRouter, Query, Request
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from starlette.requests import ClientDisconnect
-from torch import Tensor
 
-from perilune.model.decoder import Decoder
 from perilune.serve.api.errors import ApiError
 from perilune.serve.api.generate_types import AbortBody, EngineFacts, WeightVersion
 from perilune.serve.api.streaming import ClientGone
@@ -23,13 +21,6 @@ from perilune.serve.client.protocol import EngineClient
 _WEIGHTS_TYPE = "application/octet-stream"
 _WRITE_BYTES = 4 << 20
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def largest_update(model: Decoder) -> int:
-    """Bytes of the largest safetensors file that can be this model's weights: fp32, or what is wider in the model, and the header."""
-    tensors: dict[str, Tensor] = model.state_dict()
-    header = 4096 + sum(256 + len(name) for name in tensors)
-    return header + sum(tensor.numel() * max(tensor.element_size(), 4) for tensor in tensors.values())
 
 
 def control_router(client: EngineClient, max_update_bytes: int) -> APIRouter:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from perilune.serve.api import control
-from perilune.serve.api.control import largest_update
+from perilune.serve.weights import largest_update
 from tests.model.tiny_models import k3_config, random_model
 from tests.serve.scripted_engine import HELD, LENGTH, PATIENCE, VOCABULARY, ScriptedEngine, next_of, scripted_app, served
 
